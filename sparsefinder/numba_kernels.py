@@ -6,6 +6,7 @@ lock surrounds them all.
 """
 
 import functools
+import inspect
 import os
 import tempfile
 import threading
@@ -48,7 +49,9 @@ _PARALLEL = threading.Lock()
 
 def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` with numba, parallel over its `prange` loops, cached on disk and called under one lock."""
-    compiled = numba.njit(parallel=True, fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(function)
+    # Unwrapped, because shape-checked tests wrap every function and numba must see the plain one.
+    plain = inspect.unwrap(function)
+    compiled = numba.njit(parallel=True, fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -60,5 +63,6 @@ def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def inline_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a helper that parallel kernels call (no lock, no threads of its own)."""
-    compiled: Callable[..., Any] = numba.njit(fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(function)
+    options = {"fastmath": FASTMATH, "cache": _CACHE_FOLDER is not None, "nogil": True}
+    compiled: Callable[..., Any] = numba.njit(**options)(inspect.unwrap(function))
     return compiled
