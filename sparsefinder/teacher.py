@@ -22,7 +22,7 @@ class Teacher:
     """A model that turns token ids into one vector per text.
 
     `fingerprint` is the sha256 of architecture and weights: artifacts name it, so that they are never used with another
-    model. `max_tokens` counts the special tokens.
+    model. `max_tokens` counts the special tokens. `mlm` is the same model under its masked-language-model head, where it has one.
     """
 
     model: Any
@@ -32,6 +32,7 @@ class Teacher:
     pooling: str
     normalize: bool
     max_tokens: int
+    mlm: Any = None
 
 
 def load_teacher(name: str = "minilm", *, device: str | torch.device = "cpu") -> Teacher:
@@ -41,18 +42,21 @@ def load_teacher(name: str = "minilm", *, device: str | torch.device = "cpu") ->
         DataError: the packaged name is not installed, or nothing can be loaded from the folder or hub id.
         ConfigError: the folder asks for a pooling other than mean or cls.
     """
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
     source = _source(name)
     try:
-        model = AutoModel.from_pretrained(source, attn_implementation="sdpa", dtype=torch.float32)
+        settings = {"attn_implementation": "sdpa", "dtype": torch.float32}
+        architectures = AutoConfig.from_pretrained(source).architectures or [""]
+        has_head = architectures[0].endswith("ForMaskedLM")
+        mlm = AutoModelForMaskedLM.from_pretrained(source, **settings).eval().to(device) if has_head else None
+        model = mlm.base_model if mlm is not None else AutoModel.from_pretrained(source, **settings).eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"teacher: expected a packaged name {sorted(PACKAGED)}, folder or hub id, got {name!r} ({reason})")
     pooling, normalize = _pooling(Path(source))
-    model = model.eval().to(device)
-    return Teacher(model, tokenizer, name, fingerprint(model), pooling, normalize, _max_tokens(model, tokenizer))
+    return Teacher(model, tokenizer, name, fingerprint(model), pooling, normalize, _max_tokens(model, tokenizer), mlm)
 
 
 def _source(name: str) -> str:

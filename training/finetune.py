@@ -1,0 +1,247 @@
+"""Softmax → entmax: distil a model's own hidden states and embedding into its entmax twin (issue: the teacher).
+
+The student starts as the original with its softmax replaced by entmax on scaled scores, and learns to give the
+original's hidden states back. The scale follows the measured density, so that the result keeps to a density target.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from sparsefinder.delta import make_delta
+from sparsefinder.entmax import support
+from sparsefinder.errors import ConfigError, DataError
+from sparsefinder.hf import Attached, LayerCall, attach
+from sparsefinder.teacher import Teacher, batch, embed, load_teacher, pool, require_encoder
+
+Form = Literal["all", "attention", "lora"]
+FORMS: tuple[Form, ...] = ("all", "attention", "lora")
+Ids = Sequence[Sequence[int]]
+
+# Density falls about like scale^-1.45 on MiniLM (docs/decisions.md); a third of the correction a step keeps it calm.
+SCALE_GAIN = 0.3
+SCALE_LIMIT = 1.02
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """How a student is trained; `density` is the target of the scale controller, a fraction of legal pairs."""
+
+    teacher: str = "minilm"
+    form: Form = "all"
+    rank: int = 64
+    steps: int = 400
+    batch_size: int = 8
+    learning_rate: float = 4e-4
+    warmup: int = 20
+    alpha: float = 1.5
+    start_scale: float = 0.75
+    density: float = 0.056
+    embedding_weight: float = 5.0
+    mlm_weight: float = 0.1
+    mlm_share: float = 0.15
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Student:
+    """The twin in training: its teacher record, its attention, and the parameters before the first step."""
+
+    teacher: Teacher
+    attached: Attached
+    before: Mapping[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Held-out likeness of two models: mean cosine, correlation of off-diagonal similarities, entmax density."""
+
+    cosine: float
+    correlation: float
+    density: float
+    texts: int
+
+
+def make_student(config: FinetuneConfig) -> Student:
+    """Load the model once more, put entmax into it and choose what may change.
+
+    Raises:
+        ConfigError: an unknown form, or a rank below 1.
+        IncompatibleModelError: the model does not route its attention (see `sparsefinder.hf.attach`).
+    """
+    if config.form not in FORMS or config.rank < 1:
+        raise ConfigError(f"form: expected one of {', '.join(FORMS)} and rank >= 1, got {config.form!r}, {config.rank}")
+    teacher = load_teacher(config.teacher)
+    require_encoder(teacher)
+    model = teacher.model
+    scale = torch.full((model.config.num_hidden_layers, model.config.num_attention_heads), config.start_scale)
+    attached = attach(model, alpha=config.alpha, head_scale=scale)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    _choose_parameters(model, config)
+    return Student(teacher, attached, before)
+
+
+class _LowRank(torch.nn.Module):
+    """LoRA (Hu et al., 2021): `W + b a`, `b` zero at first."""
+
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator):
+        super().__init__()
+        rows, columns = weight.shape
+        self.a = torch.nn.Parameter(torch.randn(rank, columns, generator=generator) / math.sqrt(columns))
+        self.b = torch.nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+def _choose_parameters(model: torch.nn.Module, config: FinetuneConfig) -> None:
+    generator = torch.Generator().manual_seed(config.seed)
+    for name, weight in model.named_parameters():
+        inside = ".layer" in name and (config.form == "all" or (config.form == "attention" and "attention" in name))
+        weight.requires_grad_(inside)
+    if config.form == "lora":
+        linears = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".layer" in name]
+        for linear in linears:
+            parametrize.register_parametrization(linear, "weight", _LowRank(linear.weight, config.rank, generator))
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ConfigError(f"form: {config.form!r} finds no parameter to train in {type(model).__name__}")
+
+
+def _merge(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Fold LoRA factors into their weights, then give every parameter under its own name."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and parametrize.is_parametrized(module, "weight"):
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+    return dict(model.named_parameters())
+
+
+def batches(sources: Sequence[Ids], size: int, seed: int) -> Iterator[list[Sequence[int]]]:
+    """Endless batches, the sources in turn, each shuffled anew when it is used up.
+
+    Raises:
+        DataError: a source has fewer items than a batch.
+    """
+    for number, source in enumerate(sources):
+        if len(source) < size:
+            raise DataError(f"text source {number}: expected at least {size} chunks, got {len(source)}")
+
+    def endless(source: Ids, generator: torch.Generator) -> Iterator[list[Sequence[int]]]:
+        while True:
+            order = torch.randperm(len(source), generator=generator).tolist()
+            for start in range(0, len(order) - size + 1, size):
+                yield [source[i] for i in order[start : start + size]]
+
+    streams = [endless(s, torch.Generator().manual_seed(seed + n)) for n, s in enumerate(sources)]
+    for stream in itertools.cycle(streams):
+        yield next(stream)
+
+
+def _distance(student: Student, original: Teacher, items: Sequence[Sequence[int]], config: FinetuneConfig) -> Tensor:
+    """Relative squared error of the hidden states, averaged over layers, plus one minus the embeddings' cosine."""
+    tokens, mask = batch(original, items)
+    inputs = {"input_ids": tokens, "attention_mask": mask.long(), "output_hidden_states": True}
+    with torch.no_grad():
+        expected = original.model(**inputs)
+    came = student.teacher.model(**inputs)
+    pairs = list(zip(came.hidden_states[1:], expected.hidden_states[1:], strict=True))
+    hidden = torch.stack([((a - b)[mask] ** 2).mean() / b[mask].var() for a, b in pairs]).mean()
+    vectors = [pool(original, output.last_hidden_state, mask) for output in (came, expected)]
+    return hidden + config.embedding_weight * (1 - torch.cosine_similarity(*vectors).mean())
+
+
+def _mlm_loss(student: Student, items: Sequence[Sequence[int]], share: float, generator: torch.Generator) -> Tensor:
+    """Cross-entropy of masked tokens through the model's own head."""
+    teacher = student.teacher
+    tokens, mask = batch(teacher, items)
+    hide = (torch.rand(tokens.shape, generator=generator).to(tokens.device) < share) & mask
+    hide[:, 0] = False
+    masked = tokens.masked_fill(hide, teacher.tokenizer.mask_token_id)
+    logits = teacher.mlm(input_ids=masked, attention_mask=mask.long()).logits
+    return torch.nn.functional.cross_entropy(logits[hide], tokens[hide])
+
+
+def _follow_density(student: Student, config: FinetuneConfig, density: float) -> None:
+    wanted = (density / config.density) ** SCALE_GAIN
+    student.attached.head_scale *= min(max(wanted, 1 / SCALE_LIMIT), SCALE_LIMIT)
+
+
+class _Density:
+    """An observer that measures the share of non-zero weights of a batch's first item."""
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+
+    def __call__(self, call: LayerCall) -> None:
+        real = call.legal.key_real[0]
+        q, k = call.q[0].detach()[:, real], call.k[0].detach()[:, real]
+        scores = call.scale[:, None, None] * (q @ k.repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(-1, -2))
+        self.shares.append(float(support(scores, call.alpha).float().mean()))
+
+    def mean(self) -> float:
+        return sum(self.shares) / len(self.shares)
+
+
+def finetune(
+    config: FinetuneConfig,
+    sources: Sequence[Ids],
+    *,
+    on_step: Callable[[int, float, float], None] = lambda step, loss, density: None,
+) -> tuple[Student, dict[str, Tensor]]:
+    """Train a student; returns it (merged, in eval mode) with the delta of its parameters, in float16 factors.
+
+    `on_step` is told the step, the loss and the smoothed density. Dropout is off: the target is a function, not data.
+    """
+    original, student = load_teacher(config.teacher), make_student(config)
+    weights = [w for w in student.teacher.model.parameters() if w.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    stream, generator = batches(sources, config.batch_size, config.seed), torch.Generator().manual_seed(config.seed)
+    smoothed = config.density
+    for step in range(config.steps):
+        items, observer = next(stream), _Density()
+        decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, (step + 1) / config.warmup) * max(decay, 0.01)
+        with student.attached.using("dense", observe=observer):
+            loss = _distance(student, original, items, config)
+            if student.teacher.mlm is not None:
+                loss = loss + config.mlm_weight * _mlm_loss(student, items, config.mlm_share, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        smoothed = 0.8 * smoothed + 0.2 * observer.mean() if step else observer.mean()
+        _follow_density(student, config, smoothed)
+        on_step(step, float(loss.detach()), smoothed)
+    return student, make_delta(student.before, _merge(student.teacher.model), config.rank)
+
+
+@torch.no_grad()
+def measure(original: Teacher, student: Teacher, attached: Attached, items: Ids, size: int = 8) -> Quality:
+    """Compare a student with its original on held-out token ids.
+
+    Raises:
+        DataError: fewer than three items (a correlation of pairs needs them).
+    """
+    if len(items) < 3:
+        raise DataError(f"evaluation text: expected at least 3 chunks, got {len(items)}")
+    density, ours, theirs = _Density(), [], []
+    for start in range(0, len(items), size):
+        tokens, mask = batch(original, items[start : start + size])
+        theirs.append(embed(original, tokens, mask))
+        with attached.using("dense", observe=density):
+            ours.append(embed(student, tokens, mask))
+    a, b = torch.cat(ours), torch.cat(theirs)
+    return Quality(float(torch.cosine_similarity(a, b).mean()), correlation(a, b), density.mean(), len(items))
+
+
+def correlation(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"]) -> float:
+    """Pearson correlation of the off-diagonal pairwise cosine similarities of two sets of vectors."""
+    a, b = torch.nn.functional.normalize(a, dim=-1), torch.nn.functional.normalize(b, dim=-1)
+    above = torch.triu(torch.ones(len(a), len(a), dtype=torch.bool), diagonal=1)
+    return float(torch.corrcoef(torch.stack([(a @ a.T)[above], (b @ b.T)[above]]))[0, 1])
