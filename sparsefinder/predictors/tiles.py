@@ -1,0 +1,140 @@
+"""Tile predictor: one summary of a tile's queries against single keys (design: the paper's chunks, made asymmetric).
+
+The score of tile t and key j is `s'_t · k'_j + k_linear · k_j + distance_weight · log(1 + distance)`, and what is compared
+with the threshold is the score minus its logsumexp over the keys that the tile may see (objective `listwise`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparsefinder.errors import PatternError, ShapeError
+from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.legal import Legal
+from sparsefinder.plan import Plan
+from sparsefinder.predictors.assemble import require_heads
+from sparsefinder.predictors.projections import Projections, Settings, expand_heads, project_keys, project_queries
+
+QUERIES_BEFORE = 7
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A tile reads the keys whose log-share `score − logsumexp` reaches `threshold`, or its `keys_per_tile` best keys.
+
+    Bidirectional: the summary of a tile is the mean of its own queries, and it may see every real key.
+    Causal: the list is fixed when the tile opens. The summary is the mean of its first query and the `queries_before`
+    before it, and both the choice and the normaliser see the keys up to that first query only; the tile's later keys
+    are then always read, by the rows that may (`first_row`). No list depends on a token that comes after its row.
+
+    distance_weight: learned weight per head of `log(1 + distance)`, see `log_distance`; none where it is not given.
+
+    Raises:
+        PatternError: not exactly one of `threshold` and `keys_per_tile`, or a count below 1.
+        ShapeError: not one distance weight per head.
+    """
+
+    kind: ClassVar[str] = "tiles"
+    projections: Projections
+    threshold: float | None = None
+    keys_per_tile: int | None = None
+    distance_weight: Float[Tensor, " H"] | None = None
+    queries_before: int = QUERIES_BEFORE
+
+    def __post_init__(self) -> None:
+        if (self.threshold is None) == (self.keys_per_tile is None):
+            raise PatternError("tiles: expected exactly one of threshold and keys_per_tile")
+        if self.keys_per_tile is not None and self.keys_per_tile < 1:
+            raise PatternError(f"keys_per_tile: expected at least 1, got {self.keys_per_tile}")
+        if self.queries_before < 0:
+            raise PatternError(f"queries_before: expected at least 0, got {self.queries_before}")
+        if self.distance_weight is not None:
+            require_heads("distance_weight", self.distance_weight, self.projections)
+
+    def plan(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B Hkv M D"],
+        legal: Legal,
+        positional: Pattern,
+        tile_size: int = 32,
+    ) -> Plan:
+        """The plan of chosen keys ∪ positional pattern ∪ every query itself; nothing of size N×M is made."""
+        raise NotImplementedError
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Parameters by name."""
+        own = {} if self.distance_weight is None else {"distance_weight": self.distance_weight}
+        return {**own, **self.projections.to_tensors()}
+
+    def settings(self) -> dict[str, str | int | float | bool | None]:
+        """What is not a tensor."""
+        cut = {"threshold": self.threshold, "keys_per_tile": self.keys_per_tile, "queries_before": self.queries_before}
+        return {**cut, **self.projections.settings()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], settings: Settings) -> "Tiles":
+        """The inverse of `to_tensors` and `settings`; KeyError names what is missing."""
+        projections = Projections.from_tensors(tensors, settings)
+        cut = (settings["threshold"], settings["keys_per_tile"])
+        return cls(projections, *cut, tensors.get("distance_weight"), int(settings["queries_before"]))  # type: ignore[arg-type]
+
+
+def tile_means(
+    q: Float[Tensor, "*rest n D"], tile_size: int, causal: bool = False, queries_before: int = QUERIES_BEFORE
+) -> Float[Tensor, "*rest T D"]:
+    """Mean query of each tile of one item's real tokens: its own rows, or (causal) its first row and those before it."""
+    n = q.shape[-2]
+    starts = range(0, n, tile_size)
+    spans = [(max(0, s - queries_before), s + 1) if causal else (s, min(n, s + tile_size)) for s in starts]
+    return torch.stack([q[..., low:high, :].mean(-2) for low, high in spans], -2)
+
+
+def log_distance(tiles: int, keys: int, tile_size: int) -> Float[Tensor, "T m"]:
+    """`log(1 + d)`, d in tokens from a key to the nearest row of the tile (0 inside it), both counted from the first
+    real token."""
+    start = torch.arange(tiles)[:, None] * tile_size
+    key = torch.arange(keys)[None, :]
+    return torch.log1p(torch.maximum(start - key, key - (start + tile_size - 1)).clamp(min=0).float())
+
+
+def visible_keys(tiles: int, keys: int, tile_size: int, causal: bool) -> Bool[Tensor, "T m"]:
+    """Keys that tile t's choice and normaliser may see: all, or (causal) those up to its first row."""
+    if not causal:
+        return torch.ones(tiles, keys, dtype=torch.bool)
+    return torch.arange(keys)[None, :] <= torch.arange(tiles)[:, None] * tile_size
+
+
+def tile_scores(
+    projections: Projections,
+    distance_weight: Float[Tensor, " H"] | None,
+    means: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B Hkv m D"],
+    tile_size: int,
+    causal: bool = False,
+) -> Float[Tensor, "B H T m"]:
+    """Score minus logsumexp over the visible keys (so `exp` sums to one), −inf for the others. Differentiable.
+
+    The definition, and what training uses. Items must have equal length and no padding. For metric projections the
+    score is `−‖s'_t − k'_j‖²`.
+    """
+    keys = expand_heads(k, projections.heads)
+    if means.shape[1] != projections.heads or means.shape[-1] != projections.q_map.shape[2]:
+        raise ShapeError(f"means: expected [B, {projections.heads}, T, {projections.q_map.shape[2]}], got {tuple(means.shape)}")
+    summary, low_k = project_queries(projections, means), project_keys(projections, keys)
+    if projections.form == "metric":
+        summary, column = 2 * summary, -low_k.square().sum(-1)
+    elif projections.k_linear is None:
+        column = torch.zeros_like(low_k[..., 0])
+    else:
+        column = (keys @ projections.k_linear[:, :, None]).squeeze(-1)
+    scores = summary @ low_k.transpose(-1, -2) + column[..., None, :]
+    tiles, count = scores.shape[-2:]
+    if distance_weight is not None:
+        scores = scores + distance_weight[:, None, None] * log_distance(tiles, count, tile_size).to(scores)
+    hidden = ~visible_keys(tiles, count, tile_size, causal).to(scores.device)
+    return torch.log_softmax(scores.masked_fill(hidden, -torch.inf), -1)
