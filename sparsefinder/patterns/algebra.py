@@ -1,0 +1,116 @@
+"""Patterns are immutable relations "query i may attend to key j", composed with `|`, `&` and `~`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sparsefinder.errors import PatternError
+from sparsefinder.patterns.legal import Legal, first_real
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a pattern may know besides the indices: sizes, where the queries sit among the keys, the layer.
+
+    first_real: index of each item's first real key (None = 0). Positions are counted from there, so that left padding
+    shifts no window and no global token.
+    """
+
+    queries: int
+    keys: int
+    query_offset: int = 0
+    layer: int = 0
+    first_real: Int[Tensor, " B"] | None = None
+
+    def query_position(self, b: int | Tensor, i: Tensor) -> Tensor:
+        """Position of query `i` on the key axis, 0 at the item's first real token."""
+        return i + self.query_offset - self._first(b)
+
+    def key_position(self, b: int | Tensor, j: Tensor) -> Tensor:
+        """Position of key `j`, 0 at the item's first real token."""
+        return j - self._first(b)
+
+    def _first(self, b: int | Tensor) -> int | Tensor:
+        return 0 if self.first_real is None else self.first_real[b]
+
+
+def context_of(legal: Legal, layer: int = 0) -> Context:
+    """The context that belongs to these legal pairs."""
+    sizes = legal.query_real.shape[1], legal.key_real.shape[1]
+    return Context(*sizes, legal.query_offset, layer, first_real(legal))
+
+
+class Pattern(ABC):
+    """True = may attend. Padding and causality are never part of a pattern (`~` would flip them): see `Legal`."""
+
+    @abstractmethod
+    def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """The definition: bool, on index tensors that broadcast against each other."""
+
+    def __or__(self, other: "Pattern") -> "Pattern":
+        return Union(self, other)
+
+    def __and__(self, other: "Pattern") -> "Pattern":
+        return Intersection(self, other)
+
+    def __invert__(self) -> "Pattern":
+        return Complement(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Union(Pattern):
+    """Pairs that either pattern allows."""
+
+    left: Pattern
+    right: Pattern
+
+    def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.left.allows(ctx, b, h, i, j) | self.right.allows(ctx, b, h, i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class Intersection(Pattern):
+    """Pairs that both patterns allow."""
+
+    left: Pattern
+    right: Pattern
+
+    def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.left.allows(ctx, b, h, i, j) & self.right.allows(ctx, b, h, i, j)
+
+
+@dataclass(frozen=True, eq=False)
+class Complement(Pattern):
+    """Pairs that the pattern does not allow."""
+
+    inner: Pattern
+
+    def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ~self.inner.allows(ctx, b, h, i, j)
+
+
+def union_leaves(pattern: Pattern) -> Iterator[Pattern]:
+    """The members of a nested union, left to right; a pattern that is no union is its only member."""
+    if isinstance(pattern, Union):
+        yield from union_leaves(pattern.left)
+        yield from union_leaves(pattern.right)
+    else:
+        yield pattern
+
+
+def materialize(pattern: Pattern, legal: Legal, b: int, h: int, ctx: Context | None = None) -> Bool[Tensor, "N M"]:
+    """All pairs of one item and head that are allowed and legal (one head at a time: never `[B, H, N, M]`).
+
+    Raises PatternError where the context's sizes are not those of `legal`.
+    """
+    ctx = context_of(legal) if ctx is None else ctx
+    n, m = legal.query_real.shape[1], legal.key_real.shape[1]
+    if (ctx.queries, ctx.keys) != (n, m):
+        raise PatternError(f"context: expected {n} queries and {m} keys like legal, got {ctx.queries} and {ctx.keys}")
+    device = legal.key_real.device
+    i, j = torch.arange(n, device=device)[:, None], torch.arange(m, device=device)[None, :]
+    return pattern.allows(ctx, b, h, i, j) & legal.matrix(b)
