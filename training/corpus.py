@@ -96,7 +96,7 @@ def split_texts(texts: Sequence[str], heldout_share: float = 0.1) -> tuple[list[
         newline = text.find("\n", cut, cut + 1000)
         at = newline if newline >= 0 else text.find(" ", cut)
         at = at if at >= 0 else cut
-        train += _blocks(text[:at])
+        train += blocks(text[:at])
         heldout.append(text[at:].strip())
     heldout = [text for text in heldout if text]
     return drop_shared(train, heldout), heldout
@@ -169,7 +169,7 @@ def _plain_ids(teacher: "Teacher", text: str) -> list[int]:
     return list(teacher.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _blocks(text: str, lines: int = 20) -> list[str]:
+def blocks(text: str, lines: int = 20) -> list[str]:
     """Pieces of a few lines: small enough that dropping one with a shared span loses little."""
     rows = text.splitlines()
     return [block for i in range(0, len(rows), lines) if (block := "\n".join(rows[i : i + lines]).strip())]

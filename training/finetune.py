@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from sparsefinder.delta import make_delta
+from sparsefinder.delta import apply_delta, make_delta
 from sparsefinder.entmax import support
 from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.hf import Attached, LayerCall, attach
@@ -194,7 +194,7 @@ def finetune(
     *,
     on_step: Callable[[int, float, float], None] = lambda step, loss, density: None,
 ) -> tuple[Student, dict[str, Tensor]]:
-    """Train a student; returns it (merged, in eval mode) with the delta of its parameters, in float16 factors.
+    """Train a student; returns the original plus the delta, as it will be read back, and the delta itself.
 
     `on_step` is told the step, the loss and the smoothed density. Dropout is off: the target is a function, not data.
     """
@@ -218,7 +218,10 @@ def finetune(
         smoothed = 0.8 * smoothed + 0.2 * observer.mean() if step else observer.mean()
         _follow_density(student, config, smoothed)
         on_step(step, float(loss.detach()), smoothed)
-    return student, make_delta(student.before, _merge(student.teacher.model), config.rank)
+    delta = make_delta(student.before, _merge(student.teacher.model), config.rank)
+    student.teacher.model.load_state_dict(dict(student.before), strict=False)
+    apply_delta(student.teacher.model, delta)
+    return student, delta
 
 
 @torch.no_grad()

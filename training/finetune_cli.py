@@ -1,0 +1,121 @@
+"""`sparsefinder-train finetune`: a teacher turned into its entmax twin, written as an artifact with a delta."""
+
+import dataclasses
+import shlex
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from sparsefinder.artifact import Artifact, Card, save
+from sparsefinder.predictors import WindowOnly
+from sparsefinder.teacher import Teacher, load_teacher
+from training.corpus import blocks, chunk_tokens, default_texts, drop_shared, read_texts, text_hash
+from training.finetune import FinetuneConfig, Ids, Quality, Student, finetune, measure
+
+DEFAULT = FinetuneConfig()
+Option = typer.Option
+
+
+def finetune_command(
+    out: Annotated[Path, Option(help="Folder of the artifact to write.")] = Path("runs/finetuned"),
+    teacher: Annotated[str, Option(help="Packaged name, local folder or hub id.")] = DEFAULT.teacher,
+    text: Annotated[list[Path] | None, Option(help="Text files beside the embedded default; may be repeated.")] = None,
+    eval_text: Annotated[list[Path] | None, Option(help="Text files to measure on; no span of them is trained on.")] = None,
+    form: Annotated[str, Option(help="What is trained: all, attention or lora.")] = DEFAULT.form,
+    rank: Annotated[int, Option(help="Rank of the stored delta (and of LoRA).")] = DEFAULT.rank,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
+    batch_size: Annotated[int, Option(min=1)] = DEFAULT.batch_size,
+    tokens: Annotated[int, Option(help="Tokens of every chunk, special tokens included.")] = 256,
+    learning_rate: Annotated[float, Option(min=0.0)] = DEFAULT.learning_rate,
+    density: Annotated[float, Option(min=0.001, max=1.0, help="Target share of non-zero weights.")] = DEFAULT.density,
+    eval_chunks: Annotated[int, Option(min=3, help="Chunks to measure on, from each held-out text.")] = 100,
+    seed: Annotated[int, Option()] = DEFAULT.seed,
+) -> None:
+    """Replace a model's softmax by entmax and distil the original into it; writes a small delta with its figures."""
+    config = FinetuneConfig(
+        teacher=teacher, form=form, rank=rank, steps=steps, batch_size=batch_size,  # type: ignore[arg-type]
+        learning_rate=learning_rate, density=density, seed=seed,
+    )  # fmt: skip
+    console, original = Console(), load_teacher(teacher)
+    held_out = {"default held-out": default_texts("heldout")}
+    held_out |= {path.name: read_texts([path]) for path in eval_text or []}
+    avoid = [t for texts in held_out.values() for t in texts]
+    extra = drop_shared([piece for whole in read_texts(text or []) for piece in blocks(whole)], avoid)
+    default = drop_shared(default_texts("train"), avoid)
+    sources = [chunk_tokens(original, part, tokens) for part in (default, extra) if part]
+    started = time.perf_counter()
+    student, delta = _train(config, sources, console)
+    minutes = (time.perf_counter() - started) / 60
+    qualities = _measure(original, student, held_out, tokens, eval_chunks)
+    figures = {name: dataclasses.asdict(quality) for name, quality in qualities.items()}
+    record = {
+        "command": shlex.join(["sparsefinder-train", *sys.argv[1:]]),
+        "config": dataclasses.asdict(config),
+        "text_sha256": text_hash([*default, *extra]),
+        "chunks": [len(source) for source in sources],
+        "minutes": round(minutes, 1),
+        "held_out": figures,
+    }
+    card = save(out, Artifact(_card(student, original, record), _window_only(student), delta=delta))
+    size = sum(t.numel() * t.element_size() for t in delta.values()) / 1e6
+    for name, quality in qualities.items():
+        console.print(f"{name}: {_line(quality)}")
+    console.print(f"Delta of {size:.2f} MB after {minutes:.1f} minutes; artifact {card.version} lies in {out}")
+
+
+def _line(quality: Quality) -> str:
+    figures = f"cosine {quality.cosine:.4f}, correlation {quality.correlation:.4f}, density {quality.density:.2%}"
+    return f"{figures} ({quality.texts} chunks)"
+
+
+def _train(config: FinetuneConfig, sources: list[Ids], console: Console) -> tuple[Student, dict[str, Tensor]]:
+    with Progress(console=console, transient=not console.is_terminal) as progress:
+        bar = progress.add_task("finetune", total=config.steps)
+
+        def on_step(step: int, loss: float, density: float) -> None:
+            progress.update(bar, completed=step + 1, description=f"loss {loss:.4f} density {density:.2%}")
+            if not console.is_terminal and (step + 1) % 25 == 0:
+                console.print(f"step {step + 1} of {config.steps}: loss {loss:.4f}, density {density:.2%}")
+
+        return finetune(config, sources, on_step=on_step)
+
+
+def _measure(
+    original: Teacher, student: Student, held_out: dict[str, list[str]], tokens: int, count: int
+) -> dict[str, Quality]:
+    """Figures of the delta as it will be read back, not of the weights in memory."""
+    chunks = {name: chunk_tokens(original, texts, tokens)[:count] for name, texts in held_out.items()}
+    return {name: measure(original, student.teacher, student.attached, items) for name, items in chunks.items()}
+
+
+def _window_only(student: Student) -> tuple[WindowOnly, ...]:
+    return tuple(WindowOnly() for _ in range(student.teacher.model.config.num_hidden_layers))
+
+
+def _card(student: Student, original: Teacher, record: dict[str, Any]) -> Card:
+    config = student.teacher.model.config
+    heads = int(config.num_attention_heads)
+    return Card(
+        teacher=original.name,
+        teacher_fingerprint=original.fingerprint,
+        layers=int(config.num_hidden_layers),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", heads)),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        alpha=student.attached.alpha,
+        head_scale=tuple(tuple(round(float(x), 6) for x in row) for row in student.attached.head_scale),
+        objective="none",
+        served="window",
+        window_size=9,
+        global_tokens=1,
+        tile_size=32,
+        training={"finetune": record},
+        libraries={name: version(name) for name in ("torch", "transformers", "entmax", "numba")},
+    )
