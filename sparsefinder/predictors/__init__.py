@@ -79,5 +79,5 @@ def layer_pattern(
         PatternError: a tile predictor, which has no pattern but its plan.
     """
     if isinstance(predictor, Tiles):
-        raise PatternError("tiles: expected a token-level predictor, got one that gives plans (measure the plan instead)")
+        raise PatternError("tiles: expected a token-level predictor, this one gives plans (measure its plan)")
     return predictor.pattern(q, k, legal) | positional

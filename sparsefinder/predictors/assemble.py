@@ -25,4 +25,4 @@ def padded(
 def require_heads(name: str, tensor: Tensor, projections: Projections) -> None:
     """Raise ShapeError unless `tensor` holds one value per query head."""
     if tuple(tensor.shape) != (projections.heads,):
-        raise ShapeError(f"{name}: expected one value for each of {projections.heads} heads, got shape {tuple(tensor.shape)}")
+        raise ShapeError(f"{name}: expected one for each of {projections.heads} heads, got shape {tuple(tensor.shape)}")

@@ -1,19 +1,19 @@
-"""Per-row budget: every query keeps the best keys, a fixed share of those it may see (design: what repairs the hinge)."""
+"""Per-row budget: every query keeps its best keys, a fixed share of those it may see (it repairs the hinge)."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparsefinder.edges import Edges
 from sparsefinder.errors import PatternError
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.content import Edges
+from sparsefinder.patterns.content import InEdges
 from sparsefinder.patterns.legal import Legal
-from sparsefinder.predictors.projections import Projections, Settings, item_scores, project_item
+from sparsefinder.predictors.projections import Item, Projections, Settings, item_scores, project_item
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +34,19 @@ class RowBudget:
         if not 0.0 < self.density <= 1.0:
             raise PatternError(f"density: expected a fraction in (0, 1], got {self.density}")
 
+    def pattern(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal) -> Pattern:
+        """The chosen pairs, as explicit edges (`density` of the legal pairs), made one head at a time."""
+        found: list[Tensor] = []
+        for b in range(q.shape[0]):
+            item = project_item(self.projections, q, k, legal, b)
+            visible = _visible(item, legal)
+            for head in range(self.projections.heads):
+                i, j = best_keys(item_scores(self.projections.form, item, head), visible, self.density)
+                found.append(item.rows[i] * k.shape[2] + item.columns[j])
+        counts = torch.tensor([0] + [edges.shape[0] for edges in found], device=q.device)
+        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        return InEdges(Edges(counts.cumsum(0), torch.cat(found), shape))
+
     def to_tensors(self) -> dict[str, Tensor]:
         """Parameters by name."""
         return self.projections.to_tensors()
@@ -46,3 +59,24 @@ class RowBudget:
     def from_tensors(cls, tensors: Mapping[str, Tensor], settings: Settings) -> "RowBudget":
         """The inverse of `to_tensors` and `settings`; KeyError names what is missing."""
         return cls(Projections.from_tensors(tensors, settings), float(settings["density"]))  # type: ignore[arg-type]
+
+
+def _visible(item: Item, legal: Legal) -> Int[Tensor, " n"]:
+    """How many of the item's real keys each of its rows may see; those are always the first ones."""
+    if not legal.causal:
+        return torch.full_like(item.rows, item.columns.shape[0])
+    return torch.searchsorted(item.columns, item.rows + legal.query_offset, right=True)
+
+
+def best_keys(
+    scores: Float[Tensor, "n m"], visible: Int[Tensor, " n"], density: float
+) -> tuple[Int[Tensor, " e"], Int[Tensor, " e"]]:
+    """Rows and columns, sorted, of the `max(1, ceil(density * visible))` best of the first `visible[i]` of each row."""
+    # In float32 a budget such as 0.1 * 30 would round up to 4 keys: count in float64, and forgive its last bits.
+    budget = (density * visible.double() - 1e-9).ceil().long().clamp(min=1).minimum(visible)
+    hidden = torch.arange(scores.shape[1], device=scores.device) >= visible[:, None]
+    order = scores.masked_fill(hidden, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    kept = torch.zeros_like(hidden)
+    kept.scatter_(1, order, torch.arange(scores.shape[1], device=scores.device) < budget[:, None])
+    i, j = kept.nonzero(as_tuple=True)
+    return i, j

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsefinder.errors import PatternError, ShapeError
@@ -15,8 +15,6 @@ from sparsefinder.patterns.content import BucketsMeet
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.predictors.assemble import require_heads
 from sparsefinder.predictors.projections import Item, Projections, Settings, project_item, require_metric
-
-WORD = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,31 +44,23 @@ class Clusters:
 
     def pattern(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal) -> Pattern:
         """The pairs that share a cluster. Warns where all projected vectors of a head are one and the same."""
-        words = -(-self.centroids.shape[1] // WORD)
-        q_bits = torch.zeros(*q.shape[:3], words, dtype=torch.int64, device=q.device)
-        k_bits = torch.zeros(k.shape[0], q.shape[1], k.shape[2], words, dtype=torch.int64, device=k.device)
+        clusters = self.centroids.shape[1]
+        query_bits = torch.zeros(*q.shape[:3], clusters, dtype=torch.bool, device=q.device)
+        key_bits = torch.zeros(k.shape[0], q.shape[1], k.shape[2], clusters, dtype=torch.bool, device=k.device)
         for b in range(q.shape[0]):
             item = project_item(self.projections, q, k, legal, b)
             _warn_if_identical(item)
-            q_bits[b, :, item.rows] = self._bits(item.q)
-            k_bits[b, :, item.columns] = self._bits(item.k)
-        return BucketsMeet(q_bits, k_bits)
+            query_bits[b, :, item.rows] = self.members(item.q)
+            key_bits[b, :, item.columns] = self.members(item.k)
+        return BucketsMeet(query_bits, key_bits)
 
-    def _bits(self, x: Float[Tensor, "H n r"]) -> Int[Tensor, "H n words"]:
-        """Bit `c % 64` of word `c // 64` is set where centroid `c` is among the nearest."""
-        member = self.members(x)
-        missing = -member.shape[-1] % WORD
-        grouped = torch.nn.functional.pad(member, (0, missing)).unflatten(-1, (-1, WORD)).long()
-        # Different powers of two never carry, so the sum is the union; bit 63 wraps to the sign, as it should.
-        return (grouped << torch.arange(WORD, device=x.device)).sum(-1)
-
-    def members(self, x: Float[Tensor, "H n r"]) -> Int[Tensor, "H n B"]:
-        """1 where centroid `c` is among the `top_k` nearest of a projected vector."""
+    def members(self, x: Float[Tensor, "H n r"]) -> Bool[Tensor, "H n B"]:
+        """True where centroid `c` is among the `top_k` nearest of a projected vector."""
         total = torch.zeros(*x.shape[:2], self.centroids.shape[1], dtype=x.dtype, device=x.device)
         for dim in range(x.shape[2]):
             total += (x[..., dim, None] - self.centroids[:, None, :, dim]).square()
-        rank = total.argsort(-1, stable=True).argsort(-1)
-        return (rank < self.top_k[:, None, None]).to(torch.int64)
+        rank: Tensor = total.argsort(dim=-1, stable=True).argsort(dim=-1)
+        return rank < self.top_k[:, None, None]
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Parameters by name."""
@@ -92,7 +82,8 @@ def _warn_if_identical(item: Item) -> None:
         return
     heads = (both == both[:, :1]).flatten(1).all(1).nonzero().flatten().tolist()
     if heads:
-        warnings.warn(f"clusters: all projected vectors of heads {heads} are identical, one cluster holds them all", stacklevel=3)
+        message = f"clusters: all projected vectors of heads {heads} are identical, so one cluster holds them all"
+        warnings.warn(message, stacklevel=3)
 
 
 def mixed_share(
@@ -106,6 +97,6 @@ def mixed_share(
     with_k = with_q.clone()
     for b in range(q.shape[0]):
         item = project_item(clusters.projections, q, k, legal, b)
-        with_q |= clusters.members(item.q).bool().any(1)
-        with_k |= clusters.members(item.k).bool().any(1)
+        with_q |= clusters.members(item.q).any(1)
+        with_k |= clusters.members(item.k).any(1)
     return (with_q & with_k).sum(-1) / (with_q | with_k).sum(-1).clamp(min=1)

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsefinder.errors import PatternError, ShapeError
+from sparsefinder.patterns.content import pair_scores
 from sparsefinder.patterns.legal import Legal
 
 Form = Literal["metric", "bilinear"]
@@ -74,9 +75,10 @@ class Projections:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], settings: Settings) -> "Projections":
         """The inverse of `to_tensors` and `settings`; KeyError names what is missing."""
-        maps = [tensors[name] for name in TENSORS[:4]]
+        q_map, k_map, q_bias, k_bias = (tensors[name] for name in TENSORS[:4])
+        form: Any = settings["form"]  # checked where it is made
         linear = {name: tensors.get(name) for name in TENSORS[4:]}
-        return cls(*maps, form=settings["form"], unit=bool(settings["unit"]), **linear)  # type: ignore[arg-type]
+        return cls(q_map, k_map, q_bias, k_bias, form, bool(settings["unit"]), **linear)
 
 
 TENSORS = ("q_map", "k_map", "q_bias", "k_bias", "q_linear", "k_linear", "offset")
@@ -85,7 +87,7 @@ TENSORS = ("q_map", "k_map", "q_bias", "k_bias", "q_linear", "k_linear", "offset
 def require_metric(projections: Projections, what: str) -> None:
     """Raise PatternError where distances are asked of a bilinear form (design: mixing them is an error)."""
     if projections.form != "metric":
-        raise PatternError(f"{what}: expected projections of the form metric, got {projections.form} (its distances mean nothing)")
+        raise PatternError(f"{what}: expected projections of the form metric, got {projections.form}")
 
 
 def expand_heads(k: Float[Tensor, "B Hkv M D"], heads: int) -> Float[Tensor, "B H M D"]:
@@ -112,7 +114,7 @@ def project(
     Raises:
         ShapeError: q, k and the maps do not fit.
     """
-    _check(projections, q, k)
+    check_fit(projections, q, k)
     return project_queries(projections, q), project_keys(projections, expand_heads(k, projections.heads))
 
 
@@ -126,12 +128,12 @@ def project_keys(projections: Projections, k: Float[Tensor, "*B H M D"]) -> Floa
     return _apply(projections, projections.k_map, projections.k_bias, k)
 
 
-def _check(projections: Projections, q: Tensor, k: Tensor) -> None:
+def check_fit(projections: Projections, q: Tensor, k: Tensor) -> None:
+    """Raise ShapeError unless the maps fit these queries and keys."""
     heads, _, dim = projections.q_map.shape
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] != heads or q.shape[3] != dim or k.shape[3] != dim or len(q) != len(k):
-        raise ShapeError(
-            f"project: expected q [B, {heads}, N, {dim}] and k [B, Hkv, M, {dim}], got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
+        came = f"{tuple(q.shape)} and {tuple(k.shape)}"
+        raise ShapeError(f"project: expected q [B, {heads}, N, {dim}] and k [B, Hkv, M, {dim}], got {came}")
 
 
 def _apply(projections: Projections, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ def project_item(
     Raises:
         ShapeError: q, k and the maps do not fit.
     """
-    _check(projections, q, k)
+    check_fit(projections, q, k)
     rows, columns = legal.query_real[b].nonzero().flatten(), legal.key_real[b].nonzero().flatten()
     queries = q[b][:, rows].detach().contiguous().unsqueeze(0)
     keys = k[b][:, columns].detach().contiguous().unsqueeze(0)
@@ -190,10 +192,7 @@ def item_scores(form: Form, item: Item, head: int) -> Float[Tensor, "n m"]:
     if form == "bilinear":
         return q @ k.T
     # ‖q'‖² + ‖k'‖² − 2 q'·k' cancels badly for near pairs, the very ones that count, so differences are summed.
-    total = torch.zeros(q.shape[0], k.shape[0], dtype=q.dtype, device=q.device)
-    for dim in range(q.shape[1]):
-        total -= (q[:, dim, None] - k[None, :, dim]).square()
-    return total
+    return -pair_scores(q[:, None, :], k[None, :, :], "euclidean")
 
 
 def random_projections(heads: int, rank: int, head_dim: int, seed: int, form: Form = "metric") -> Projections:

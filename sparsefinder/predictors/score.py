@@ -30,7 +30,7 @@ class Score:
 
     def __post_init__(self) -> None:
         if self.projections.form != "bilinear":
-            raise PatternError("score: expected projections of the form bilinear, got metric (use the distance predictor)")
+            raise PatternError("score: expected projections of the form bilinear, got metric (use distance)")
         require_heads("threshold", self.threshold, self.projections)
 
     def pattern(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal) -> Pattern:

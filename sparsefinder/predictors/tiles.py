@@ -1,23 +1,32 @@
 """Tile predictor: one summary of a tile's queries against single keys (design: the paper's chunks, made asymmetric).
 
-The score of tile t and key j is `s'_t · k'_j + k_linear · k_j + distance_weight · log(1 + distance)`, and what is compared
-with the threshold is the score minus its logsumexp over the keys that the tile may see (objective `listwise`).
+The score of tile t and key j is `s'_t · k'_j + k_linear · k_j + distance_weight · log(1 + distance)`; what meets the
+threshold is the score minus its logsumexp over the keys that the tile may see (objective `listwise`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsefinder.errors import PatternError, ShapeError
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.legal import Legal
-from sparsefinder.plan import Plan
+from sparsefinder.patterns.legal import Legal, first_real
+from sparsefinder.plan import KeysPerTile, Plan, ScoreAtLeast, plan_from_tile_scores, tile_count
 from sparsefinder.predictors.assemble import require_heads
-from sparsefinder.predictors.projections import Projections, Settings, expand_heads, project_keys, project_queries
+from sparsefinder.predictors.projections import (
+    Projections,
+    Settings,
+    check_fit,
+    expand_heads,
+    project_keys,
+    project_queries,
+)
+from sparsefinder.shapes import head_tiles
 
 QUERIES_BEFORE = 7
 
@@ -61,10 +70,18 @@ class Tiles:
         k: Float[Tensor, "B Hkv M D"],
         legal: Legal,
         positional: Pattern,
-        tile_size: int = 32,
+        tile_size: int | Int[Tensor, " H"] = 32,
     ) -> Plan:
-        """The plan of chosen keys ∪ positional pattern ∪ every query itself; nothing of size N×M is made."""
-        raise NotImplementedError
+        """The plan of chosen keys ∪ positional pattern ∪ every query itself; nothing of size N×M is made.
+
+        Raises:
+            PatternError: a causal layer with a query offset (the list of an open tile cannot be made again).
+            ShapeError: q, k and the maps do not fit.
+            NonFiniteError: NaN in a real token.
+        """
+        scores = normalized_scores(self, q, k, legal, tile_size)
+        rule = ScoreAtLeast(self.threshold) if self.threshold is not None else KeysPerTile(self.keys_per_tile or 0)
+        return plan_from_tile_scores(scores, rule, positional, legal, tile_size)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Parameters by name."""
@@ -87,7 +104,7 @@ class Tiles:
 def tile_means(
     q: Float[Tensor, "*rest n D"], tile_size: int, causal: bool = False, queries_before: int = QUERIES_BEFORE
 ) -> Float[Tensor, "*rest T D"]:
-    """Mean query of each tile of one item's real tokens: its own rows, or (causal) its first row and those before it."""
+    """Mean query of each tile of one item's real tokens: its own rows, or (causal) its first and those before it."""
     n = q.shape[-2]
     starts = range(0, n, tile_size)
     spans = [(max(0, s - queries_before), s + 1) if causal else (s, min(n, s + tile_size)) for s in starts]
@@ -117,14 +134,15 @@ def tile_scores(
     tile_size: int,
     causal: bool = False,
 ) -> Float[Tensor, "B H T m"]:
-    """Score minus logsumexp over the visible keys (so `exp` sums to one), −inf for the others. Differentiable.
+    """Score minus its logsumexp over the visible keys (`exp` sums to one), −inf for the others. Differentiable.
 
     The definition, and what training uses. Items must have equal length and no padding. For metric projections the
     score is `−‖s'_t − k'_j‖²`.
     """
     keys = expand_heads(k, projections.heads)
     if means.shape[1] != projections.heads or means.shape[-1] != projections.q_map.shape[2]:
-        raise ShapeError(f"means: expected [B, {projections.heads}, T, {projections.q_map.shape[2]}], got {tuple(means.shape)}")
+        expected = f"[B, {projections.heads}, T, {projections.q_map.shape[2]}]"
+        raise ShapeError(f"means: expected {expected}, got {tuple(means.shape)}")
     summary, low_k = project_queries(projections, means), project_keys(projections, keys)
     if projections.form == "metric":
         summary, column = 2 * summary, -low_k.square().sum(-1)
@@ -138,3 +156,70 @@ def tile_scores(
         scores = scores + distance_weight[:, None, None] * log_distance(tiles, count, tile_size).to(scores)
     hidden = ~visible_keys(tiles, count, tile_size, causal).to(scores.device)
     return torch.log_softmax(scores.masked_fill(hidden, -torch.inf), -1)
+
+
+def normalized_scores(
+    tiles: Tiles, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal, tile_size: int | Tensor = 32
+) -> Float[Tensor, "B H T M"]:
+    """`tile_scores` of a padded batch, as `plan_from_tile_scores` wants it: −inf at padding and at what is not visible.
+
+    Each item is worked on alone, over its real span, so that its bits do not depend on the batch: by a kernel with a
+    fixed order of summation on the CPU, by products of the item's own size elsewhere.
+
+    Raises:
+        PatternError: a causal layer with a query offset.
+        ShapeError: q, k and the maps do not fit.
+    """
+    check_fit(tiles.projections, q, k)
+    if legal.causal and legal.query_offset:
+        raise PatternError(f"tiles: expected a query_offset of 0 in a causal layer, got {legal.query_offset}")
+    sizes = head_tiles(tile_size, tiles.projections.heads)
+    shape = (q.shape[0], q.shape[1], tile_count(legal, min(sizes)), k.shape[2])
+    out = torch.full(shape, -torch.inf, device=q.device)
+    fill = _fill_cpu if q.device.type == "cpu" else _fill_by_item
+    fill(tiles, q.detach().float(), k.detach().float(), legal, sizes, out)
+    return out
+
+
+def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int, ...], out: Tensor) -> None:
+    from sparsefinder.predictors.tile_kernels import score_tiles  # numba is needed on the CPU only
+
+    maps, heads = tiles.projections, tiles.projections.heads
+    keys = torch.arange(k.shape[2])
+    last = torch.where(legal.key_real, keys, -1).amax(-1)
+    linear = torch.zeros(heads, 0) if maps.k_linear is None else maps.k_linear
+    weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
+    logs = torch.log1p(torch.arange(k.shape[2] + 1, dtype=torch.float32))
+    parts = (
+        (q, k),
+        (legal.query_real, legal.key_real),
+        (first_real(legal), last),
+        torch.tensor(sizes),
+        (maps.q_map.transpose(1, 2), maps.k_map.transpose(1, 2), maps.q_bias, maps.k_bias),
+        linear,
+        weight,
+        logs,
+    )
+    arrays = (_numpy(x) if isinstance(x, Tensor) else tuple(_numpy(y) for y in x) for x in parts)
+    score_tiles(*arrays, tiles.queries_before, legal.causal, maps.form == "metric", maps.unit, out.numpy())
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(x.detach().numpy())  # one layout, so that numba compiles once
+
+
+def _fill_by_item(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int, ...], out: Tensor) -> None:
+    """The definition, item by item and, where heads differ in tile size, size by size."""
+    for b in range(q.shape[0]):
+        rows, columns = legal.query_real[b].nonzero().flatten(), legal.key_real[b].nonzero().flatten()
+        if 0 in (rows.shape[0], columns.shape[0]):
+            continue
+        begin, row_end, key_end = int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1
+        if columns.shape[0] != key_end - begin or int(rows[0]) != begin or rows.shape[0] != row_end - begin:
+            raise PatternError("tiles: expected padding at the ends of a text only, got holes or different starts")
+        keys = k[b : b + 1, :, begin:key_end].contiguous()
+        for size in sorted(set(sizes)):
+            means = tile_means(q[b : b + 1, :, begin:row_end].contiguous(), size, legal.causal, tiles.queries_before)
+            scores = tile_scores(tiles.projections, tiles.distance_weight, means, keys, size, legal.causal)
+            same = torch.tensor([s == size for s in sizes], device=q.device)
+            out[b, same, : scores.shape[2], begin:key_end] = scores[0, same]

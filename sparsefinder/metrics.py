@@ -1,0 +1,181 @@
+"""How good one named set of pairs (a pattern or a plan) is against the gold graph: counts first, averages after.
+
+Sparsity, recall, precision, exact rows, attention mass and computed density (Treviso et al., 2022, section 4, equation
+4): per instance and head, then averaged over instances, heads and layers, in that order.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from sparsefinder.entmax import entmax
+from sparsefinder.errors import DataError, ShapeError
+from sparsefinder.patterns.algebra import Pattern, context_of, materialize
+from sparsefinder.patterns.legal import Legal
+from sparsefinder.plan import Plan, computed_pairs, plan_matrix
+from sparsefinder.shapes import check_alpha, check_finite, check_qkv, check_real, head_scales
+
+SetName = Literal["pattern", "plan"]
+MEASURES = ("sparsity", "recall", "precision", "exact_rows", "mass", "computed_density")
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCounts:
+    """Counts of one layer, per item and head, of the named set; exact, so that batches can be joined.
+
+    legal, kept, gold, kept_gold: pairs. rows: queries with a legal key; exact_rows: those of them whose gold keys are
+    all kept. mass_sum: teacher probability on kept pairs, summed over rows. computed: pairs that the kernel computes
+    (for a pattern: the kept ones).
+    """
+
+    set_name: SetName
+    legal: Int64[Tensor, "B H"]
+    kept: Int64[Tensor, "B H"]
+    gold: Int64[Tensor, "B H"]
+    kept_gold: Int64[Tensor, "B H"]
+    rows: Int64[Tensor, "B H"]
+    exact_rows: Int64[Tensor, "B H"]
+    mass_sum: Float64[Tensor, "B H"]
+    computed: Int64[Tensor, "B H"]
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """Averages of the named set: `heads[name]` is `[L, H]`, `layers[name]` is `[L]`, `overall[name]` a number.
+
+    All are fractions; NaN where nothing could be measured. `empty_gold` counts the (instance, head) pairs per layer
+    without any gold pair: they are left out of recall. `instances` is the number of items that were averaged.
+    """
+
+    set_name: SetName
+    heads: dict[str, Float64[Tensor, "L H"]]
+    layers: dict[str, Float64[Tensor, " L"]]
+    overall: dict[str, float]
+    empty_gold: Int64[Tensor, " L"]
+    instances: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON: lists of numbers, None for what could not be measured."""
+        plain: dict[str, Any] = {"set": self.set_name, "instances": self.instances}
+        plain["overall"] = {name: _plain(value) for name, value in self.overall.items()}
+        plain["layers"] = {name: [_plain(v) for v in values.tolist()] for name, values in self.layers.items()}
+        heads = {name: values.tolist() for name, values in self.heads.items()}
+        plain["heads"] = {name: [[_plain(v) for v in row] for row in rows] for name, rows in heads.items()}
+        return plain | {"empty_gold": self.empty_gold.tolist()}
+
+
+def counts(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    kept: Pattern | Plan,
+    legal: Legal,
+    alpha: float = 1.5,
+    scale: float | Tensor | None = None,
+    *,
+    layer: int = 0,
+) -> HeadCounts:
+    """Compare a pattern or a plan with the support of α-entmax of `scale[h] q_i·k_j`, one head's scores at a time.
+
+    Args:
+        scale: factor of the scores, one number or one per head; None means `D ** -0.5`.
+        layer: what the pattern is told of its place.
+
+    Raises:
+        ShapeError, AlphaError: arguments that do not fit.
+        NonFiniteError: NaN or infinity in a real token.
+    """
+    dims = check_qkv(q, k)
+    check_real(legal.query_real, legal.key_real, dims)
+    check_finite("q", q, legal.query_real)
+    check_finite("k", k, legal.key_real)
+    scales = head_scales(scale, dims, q.float())
+    ctx, order = context_of(legal, layer), check_alpha(alpha)
+    table = []
+    for b, h in itertools.product(range(dims.batch), range(dims.heads)):
+        pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)
+        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], pairs, legal, b, order))
+    columns = torch.tensor(table, dtype=torch.float64).T.reshape(7, dims.batch, dims.heads)
+    pairs, chosen, gold, kept_gold, rows, exact = columns[:6].long().unbind()  # float64 is exact up to 2**53
+    computed = computed_pairs(kept).cpu() if isinstance(kept, Plan) else chosen.clone()
+    name: SetName = "plan" if isinstance(kept, Plan) else "pattern"
+    return HeadCounts(name, pairs, chosen, gold, kept_gold, rows, exact, columns[6], computed)
+
+
+def _head(
+    q: Tensor, k: Tensor, scale: Tensor, kept: Bool[Tensor, "N M"], legal: Legal, b: int, alpha: float
+) -> tuple[float, ...]:
+    """The seven counts of one head; only real tokens enter the scores, as in `gold_edges`."""
+    rows, columns = legal.query_real[b].nonzero().squeeze(-1), legal.key_real[b].nonzero().squeeze(-1)
+    if 0 in (rows.shape[0], columns.shape[0]):
+        return (0.0,) * 7
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    visible = torch.ones(rows.shape[0], columns.shape[0], dtype=torch.bool, device=q.device)
+    if legal.causal:
+        visible = columns[None, :] <= rows[:, None] + legal.query_offset
+    p = entmax((q[rows].detach().to(exact) * scale.to(exact)) @ k[columns].detach().to(exact).T, alpha, visible)
+    chosen, gold = kept[rows][:, columns] & visible, p > 0
+    legal_row = visible.any(1)
+    complete = ~(gold & ~chosen).any(1) & legal_row
+    numbers = [visible.sum(), chosen.sum(), gold.sum(), (gold & chosen).sum(), legal_row.sum(), complete.sum()]
+    return (*(float(n) for n in numbers), float((p.double() * chosen).sum()))
+
+
+def join(parts: Sequence[HeadCounts]) -> HeadCounts:
+    """The counts of several batches of one layer as one.
+
+    Raises:
+        DataError: nothing to join.
+        ShapeError: different sets or numbers of heads.
+    """
+    if not parts:
+        raise DataError("metrics: expected counts of at least one batch, got none")
+    if len({(part.set_name, part.legal.shape[1]) for part in parts}) > 1:
+        raise ShapeError("metrics: expected counts of one set and one number of heads")
+    names = [f.name for f in fields(HeadCounts) if f.name != "set_name"]
+    return HeadCounts(parts[0].set_name, **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def instance_measures(counted: HeadCounts) -> dict[str, Float64[Tensor, "B H"]]:
+    """Every measure per item and head, a fraction; NaN where its denominator is zero (such as recall without gold)."""
+    return {
+        "sparsity": 1 - _ratio(counted.kept, counted.legal),
+        "recall": _ratio(counted.kept_gold, counted.gold),
+        "precision": _ratio(counted.kept_gold, counted.kept),
+        "exact_rows": _ratio(counted.exact_rows, counted.rows),
+        "mass": _ratio(counted.mass_sum, counted.rows),
+        "computed_density": _ratio(counted.computed, counted.legal),
+    }
+
+
+def summarize(layers: Sequence[HeadCounts]) -> Report:
+    """Averages over instances, then heads, then layers; an instance or head without a value is left out of its mean.
+
+    Raises:
+        DataError: no layer.
+        ShapeError: layers of different sets or numbers of heads.
+    """
+    if not layers:
+        raise DataError("metrics: expected counts of at least one layer, got none")
+    if len({(layer.set_name, layer.legal.shape[1]) for layer in layers}) > 1:
+        raise ShapeError("metrics: expected layers of one set and one number of heads")
+    measured = [instance_measures(layer) for layer in layers]
+    heads = {name: torch.stack([values[name].nanmean(0) for values in measured]) for name in MEASURES}
+    per_layer = {name: values.nanmean(1) for name, values in heads.items()}
+    overall = {name: float(values.nanmean()) for name, values in per_layer.items()}
+    empty = torch.stack([(layer.gold == 0).sum() for layer in layers])
+    instances = int((layers[0].legal > 0).any(1).sum())
+    return Report(layers[0].set_name, heads, per_layer, overall, empty, instances)
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    return torch.where(whole > 0, part.double() / whole.double(), math.nan)
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
