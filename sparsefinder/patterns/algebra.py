@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -42,6 +42,19 @@ def context_of(legal: Legal, layer: int = 0) -> Context:
     """The context that belongs to these legal pairs."""
     sizes = legal.query_real.shape[1], legal.key_real.shape[1]
     return Context(*sizes, legal.query_offset, layer, first_real(legal))
+
+
+def context_for(legal: Legal, ctx: Context | None) -> Context:
+    """`ctx`, completed with the first real tokens where it does not say; or the context of `legal` where it is None.
+
+    Raises PatternError where the context's sizes are not those of `legal`.
+    """
+    if ctx is None:
+        return context_of(legal)
+    n, m = legal.query_real.shape[1], legal.key_real.shape[1]
+    if (ctx.queries, ctx.keys) != (n, m):
+        raise PatternError(f"context: expected {n} queries and {m} keys like legal, got {ctx.queries} and {ctx.keys}")
+    return replace(ctx, first_real=first_real(legal)) if ctx.first_real is None else ctx
 
 
 class Pattern(ABC):
@@ -107,10 +120,7 @@ def materialize(pattern: Pattern, legal: Legal, b: int, h: int, ctx: Context | N
 
     Raises PatternError where the context's sizes are not those of `legal`.
     """
-    ctx = context_of(legal) if ctx is None else ctx
-    n, m = legal.query_real.shape[1], legal.key_real.shape[1]
-    if (ctx.queries, ctx.keys) != (n, m):
-        raise PatternError(f"context: expected {n} queries and {m} keys like legal, got {ctx.queries} and {ctx.keys}")
-    device = legal.key_real.device
+    ctx, device = context_for(legal, ctx), legal.key_real.device
+    n, m = ctx.queries, ctx.keys
     i, j = torch.arange(n, device=device)[:, None], torch.arange(m, device=device)[None, :]
     return pattern.allows(ctx, b, h, i, j) & legal.matrix(b)

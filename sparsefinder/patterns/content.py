@@ -4,24 +4,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from sparsefinder.edges import Edges
 from sparsefinder.patterns.algebra import Context, Pattern
 
-WORD_BITS = 62  # two bits of int64 are left alone, so that no sign is in the way
+WORD_BITS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BucketsMeet(Pattern):
     """A query and a key share at least one bucket (clustering, quantization, LSH, routing: any number of buckets each).
 
-    query_bits, key_bits: True = the token is in bucket `w`.
+    query_bits, key_bits: either bool, True = the token is in bucket `w`; or int64 words of 64 buckets, see `pack_bits`.
     """
 
-    query_bits: Bool[Tensor, "B H N W"]
-    key_bits: Bool[Tensor, "B H M W"]
+    query_bits: Bool[Tensor, "B H N W"] | Int64[Tensor, "B H N W"]
+    key_bits: Bool[Tensor, "B H M W"] | Int64[Tensor, "B H M W"]
 
     def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
         query, key = pack_bits(self.query_bits[b, h, i]), pack_bits(self.key_bits[b, h, j])
@@ -31,11 +31,14 @@ class BucketsMeet(Pattern):
         return met
 
 
-def pack_bits(bits: Bool[Tensor, "*any W"]) -> Tensor:
-    """The same bits in int64 words `[*any, ceil(W / 62)]`."""
+def pack_bits(bits: Bool[Tensor, "*any W"] | Int64[Tensor, "*any W"]) -> Int64[Tensor, "*any words"]:
+    """Sets as int64 words `[*any, ceil(W / 64)]`: bucket `w` is bit `w % 64` of word `w // 64`. Words stay."""
+    if bits.dtype != torch.bool:
+        return bits
     words = []
     for start in range(0, max(bits.shape[-1], 1), WORD_BITS):
         part = bits[..., start : start + WORD_BITS].long()
+        # Distinct powers of two never carry, so the sum is the union (bit 63 is the sign, and wraps as it should).
         words.append((part << torch.arange(part.shape[-1], device=bits.device)).sum(-1))
     return torch.stack(words, -1)
 
@@ -44,7 +47,7 @@ def pack_bits(bits: Bool[Tensor, "*any W"]) -> Tensor:
 class ScoreAbove(Pattern):
     """A score in the projected space reaches a threshold.
 
-    kind "distance": `‖q'_i − k'_j‖₂ ≤ threshold` (the Euclidean distance, not its square);
+    kind "euclidean": `‖q'_i − k'_j‖₂ ≤ threshold` (a length, not its square);
     kind "dot": `q'_i · k'_j ≥ threshold`.
     threshold: one per head, or one per item, head and query (budgets per row, scores minus their logsumexp).
 
@@ -55,7 +58,7 @@ class ScoreAbove(Pattern):
     q: Float[Tensor, "B H N r"]
     k: Float[Tensor, "B H M r"]
     threshold: Float[Tensor, " H"] | Float[Tensor, "B H N"]
-    kind: Literal["distance", "dot"]
+    kind: Literal["euclidean", "dot"]
 
     def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
         limit = self.threshold[h] if self.threshold.ndim == 1 else self.threshold[b, h, i]
@@ -63,10 +66,9 @@ class ScoreAbove(Pattern):
         return score >= limit if self.kind == "dot" else (score <= limit * limit) & (limit >= 0)
 
 
-def pair_scores(q: Tensor, k: Tensor, kind: Literal["distance", "dot"]) -> Tensor:
+def pair_scores(q: Tensor, k: Tensor, kind: Literal["euclidean", "dot"]) -> Tensor:
     """`q·k`, or the squared distance, of vectors `[..., r]` that broadcast; in the same order of summation always."""
-    shape = torch.broadcast_shapes(q.shape[:-1], k.shape[:-1])
-    total = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    total = torch.zeros_like(q[..., 0] + k[..., 0])
     for axis in range(q.shape[-1]):
         if kind == "dot":
             total += q[..., axis] * k[..., axis]

@@ -14,7 +14,7 @@ class Nothing(Pattern):
     """No pair at all (`~Nothing()` is every pair)."""
 
     def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.zeros(torch.broadcast_shapes(i.shape, j.shape), dtype=torch.bool, device=i.device)
+        return torch.zeros_like(i + j, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Window(Pattern):
 
 
 def window(window_size: int) -> Pattern:
-    """What users type: an odd `window_size = 2 radius + 1`, or 0 for no window. PatternError for even or negative sizes."""
+    """What users type: an odd `window_size = 2 radius + 1`, or 0 for no window. PatternError for other sizes."""
     if window_size == 0:
         return Nothing()
     if window_size < 0 or window_size % 2 == 0:
