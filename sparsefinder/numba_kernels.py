@@ -40,7 +40,7 @@ if _CACHE_FOLDER is not None:
 import numba  # noqa: E402  (the cache folder must be known before numba reads its settings)
 
 if _CACHE_FOLDER is not None:
-    numba.config.CACHE_DIR = str(_CACHE_FOLDER)
+    numba.config.CACHE_DIR = str(_CACHE_FOLDER)  # type: ignore[attr-defined]
 
 # Not the whole of fastmath: NaN and infinity keep their meaning, so a bad row stays visibly bad.
 FASTMATH = {"reassoc", "nsz", "contract", "arcp"}
@@ -63,6 +63,6 @@ def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def inline_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a helper that parallel kernels call (no lock, no threads of its own)."""
-    options = {"fastmath": FASTMATH, "cache": _CACHE_FOLDER is not None, "nogil": True}
-    compiled: Callable[..., Any] = numba.njit(**options)(inspect.unwrap(function))
+    plain = inspect.unwrap(function)
+    compiled: Callable[..., Any] = numba.njit(fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
     return compiled

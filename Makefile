@@ -1,0 +1,53 @@
+# Every target sets up .venv first; the second time that costs nothing. Bare Debian: apt-get install python3-venv make git
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# Shapes and types of every call are checked while these tests run; what is slow or passes wrong types is left to `test`.
+CHECKED := --jaxtyping-packages=sparsefinder,training,app,beartype.beartype -m "not slow"
+
+TEXT ?=
+OUT ?= runs/$(if $(TEXT),$(basename $(notdir $(TEXT))),default)
+
+.PHONY: help demo test check serve train wheel clean
+.DEFAULT_GOAL := help
+
+help:  ## what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+# An interrupted installation leaves no stamp and is taken up again. --no-compile: what is never imported needs no bytecode.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed, $$($(PYTHON) --version) is here; set PYTHON=..."; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
+	@echo "Installing into $(VENV) (one to three minutes the first time) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[cpu,teacher,dev]'
+	@touch $@
+
+demo: $(READY)  ## set everything up, then the main job on real text, through the service
+	@$(PY) -m app.demo
+
+test: $(READY)  ## every test
+	@$(PY) -m pytest
+
+check: $(READY)  ## linters, types, and the quick tests under the shape checker
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@bash -n .ci/run
+	@$(VENV)/bin/hadolint Dockerfile
+	@$(PY) -m pytest $(CHECKED)
+
+serve: $(READY)  ## the service on 127.0.0.1:8000, until Ctrl-C
+	@$(VENV)/bin/sparsefinder-serve --artifacts-root .
+
+train: $(READY)  ## retrain the predictors on the default text, or TEXT=file, into OUT=runs/...
+	@$(VENV)/bin/sparsefinder-train run --out $(OUT) $(if $(TEXT),--text $(TEXT))
+
+wheel: $(READY)  ## build the wheel into dist/
+	@$(PY) -m pip wheel --quiet --no-deps -w dist .
+
+clean:  ## remove the environment, caches and build products (runs/ stays)
+	@rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
