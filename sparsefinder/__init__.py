@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparsefinder.artifact import Artifact
     from sparsefinder.artifact import load as load_artifact
+    from sparsefinder.attach_artifact import attach_artifact
     from sparsefinder.attention.api import attend, attend_dense
     from sparsefinder.errors import SparsefinderError
     from sparsefinder.hf import attach
     from sparsefinder.patterns.legal import Legal, legal_from_mask
-    from sparsefinder.patterns.positional import GlobalTokens, Window
+    from sparsefinder.patterns.positional import GlobalTokens, Window, window
     from sparsefinder.plan import Plan, build_plan
     from sparsefinder.shipped import default_artifact
     from sparsefinder.teacher import load_teacher
@@ -30,6 +31,7 @@ __all__ = [
     "Window",
     "__version__",
     "attach",
+    "attach_artifact",
     "attend",
     "attend_dense",
     "build_plan",
@@ -37,6 +39,7 @@ __all__ = [
     "legal_from_mask",
     "load_artifact",
     "load_teacher",
+    "window",
 ]
 
 _HOMES = {
@@ -47,6 +50,7 @@ _HOMES = {
     "SparsefinderError": ("sparsefinder.errors", "SparsefinderError"),
     "Window": ("sparsefinder.patterns.positional", "Window"),
     "attach": ("sparsefinder.hf", "attach"),
+    "attach_artifact": ("sparsefinder.attach_artifact", "attach_artifact"),
     "attend": ("sparsefinder.attention.api", "attend"),
     "attend_dense": ("sparsefinder.attention.api", "attend_dense"),
     "build_plan": ("sparsefinder.plan", "build_plan"),
@@ -54,6 +58,7 @@ _HOMES = {
     "legal_from_mask": ("sparsefinder.patterns.legal", "legal_from_mask"),
     "load_artifact": ("sparsefinder.artifact", "load"),
     "load_teacher": ("sparsefinder.teacher", "load_teacher"),
+    "window": ("sparsefinder.patterns.positional", "window"),
 }
 
 

@@ -1,0 +1,42 @@
+"""From a teacher and an artifact to a model that attends sparsely, in one step."""
+
+import torch
+
+from sparsefinder.artifact import Artifact
+from sparsefinder.delta import apply_delta
+from sparsefinder.errors import IncompatibleModelError
+from sparsefinder.hf import Attached, attach
+from sparsefinder.patterns.positional import GlobalTokens, window
+from sparsefinder.predictors import Predictor
+from sparsefinder.teacher import Teacher
+
+
+def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
+    """Add the artifact's delta to the teacher's model and replace its attention, in place.
+
+    Afterwards the model runs `sparse`; `Attached.using` chooses another mode. Load the teacher a second time to keep
+    the `original` beside it.
+
+    Raises:
+        IncompatibleModelError: the artifact was trained for another teacher, or the model cannot be verified.
+        ArtifactError: the delta does not fit the model.
+    """
+    card = artifact.card
+    if card.teacher_fingerprint != teacher.fingerprint:
+        expected, came = teacher.fingerprint[:12], card.teacher_fingerprint[:12]
+        named = f"expected one for teacher {expected} ({teacher.name}), got one for {came}"
+        raise IncompatibleModelError(f"artifact: {named}")
+    apply_delta(teacher.model, artifact.delta)
+    return attach(
+        teacher.model,
+        alpha=card.alpha,
+        head_scale=torch.tensor(card.head_scale),
+        predictors=[_on(predictor, next(teacher.model.parameters()).device) for predictor in artifact.layers],
+        positional=window(card.window_size) | GlobalTokens(card.global_tokens),
+        tile_size=card.tile_size,
+    )
+
+
+def _on(predictor: Predictor, device: torch.device) -> Predictor:
+    tensors = {name: tensor.to(device) for name, tensor in predictor.to_tensors().items()}
+    return type(predictor).from_tensors(tensors, predictor.settings())
