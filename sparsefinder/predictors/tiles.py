@@ -195,7 +195,7 @@ def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int
         (legal.query_real, legal.key_real),
         (first_real(legal), last),
         torch.tensor(sizes),
-        (maps.q_map.transpose(1, 2), maps.k_map.transpose(1, 2), maps.q_bias, maps.k_bias),
+        (maps.q_map, maps.k_map, maps.q_bias, maps.k_bias),
         linear,
         weight,
         logs,
