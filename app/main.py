@@ -1,0 +1,94 @@
+"""The application: settings in, FastAPI app out."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI
+
+from app import errors, routes, telemetry
+from app.audit import Auditor
+from app.engine import Engine
+from app.middleware import BodyLimit, Envelope
+from app.servable import Loader
+from app.settings import Settings
+from app.telemetry import Telemetry
+
+
+def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = None) -> Engine:
+    """An engine that follows the settings, for the real model or another loader.
+
+    Raises:
+        ArtifactError: no artifact is named and none is shipped.
+    """
+    if loader is None:
+        from app.model import (
+            ModelLoader,
+        )  # here, for it takes transformers seconds to import, and tests need none of it
+
+        loader = ModelLoader(settings.teacher, settings.device)
+    auditor = Auditor(settings.audit_rate, settings.audit_rows, settings.audit_window, figures)
+    return Engine(
+        loader,
+        settings.artifact_path(),
+        auditor,
+        max_batch_tokens=settings.max_batch_tokens,
+        on_worker=lambda: _limit_threads(settings.threads),
+    )
+
+
+def _limit_threads(threads: int) -> None:
+    """On the worker thread: torch and numba both keep this number per thread."""
+    if threads:
+        import numba
+        import torch
+
+        torch.set_num_threads(threads)
+        numba.set_num_threads(min(threads, numba.get_num_threads()))
+
+
+def create_app(
+    settings: Settings, engine: Engine | None = None, *, on_failure: Callable[[], None] | None = None
+) -> FastAPI:
+    """The service. The model loads in the background, so that /livez answers while /readyz still says 503.
+
+    Args:
+        settings: what the operator chose.
+        engine: another engine than the real one (tests).
+        on_failure: called when the first artifact cannot be loaded.
+    """
+    figures = engine.auditor.figures if engine else Telemetry()
+    served = engine or make_engine(settings, figures)
+
+    async def begin() -> None:
+        started = time.perf_counter()
+        try:
+            await served.start()
+        except Exception as error:  # noqa: BLE001  (kept in engine.failure, for /readyz and the exit code)
+            telemetry.log("load_failed", logging.ERROR, error)
+            if on_failure:
+                on_failure()
+            return
+        description = served.model.description
+        figures.serving(description.artifact, description.version)
+        figures.ready.set(1)
+        seconds = round(time.perf_counter() - started, 3)
+        telemetry.log("ready", artifact=description.artifact, version=description.version, seconds=seconds)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(begin())
+        yield
+        await loading
+        await served.close()
+
+    app = FastAPI(title="Sparsefinder", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.settings, app.state.engine, app.state.telemetry = settings, served, figures
+    app.state.created = int(time.time())
+    routes.install(app)
+    errors.install(app)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(Envelope, figures=figures)  # added last, so it is the outermost
+    return app

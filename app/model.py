@@ -1,0 +1,186 @@
+"""The real model behind the service: a softmax teacher, its entmax twin, and an artifact's predictors."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.audit import AuditedLayer, Sample
+from app.schemas import Mode
+from app.servable import Description, Forward, Ids
+from sparsefinder.artifact import Artifact, load
+from sparsefinder.delta import apply_delta
+from sparsefinder.errors import IncompatibleModelError
+from sparsefinder.hf import Attached, LayerCall, attach
+from sparsefinder.patterns.legal import Legal, legal_from_mask
+from sparsefinder.patterns.positional import GlobalTokens, window
+from sparsefinder.plan import Plan, computed_pairs
+from sparsefinder.predictors import Predictor
+from sparsefinder.teacher import Teacher, batch, embed, load_teacher, require_encoder, tokenize
+
+
+def choose_device(asked: str) -> str:
+    """`cuda` or `cpu`; `auto` takes the GPU where torch sees one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+
+
+def on_device(predictor: Predictor, device: str) -> Predictor:
+    """The same predictor with its parameters on another device."""
+    tensors = {name: tensor.to(device) for name, tensor in predictor.to_tensors().items()}
+    return type(predictor).from_tensors(tensors, predictor.settings())
+
+
+@dataclass(frozen=True)
+class Content:
+    """An artifact as read from its folder."""
+
+    folder: Path
+    artifact: Artifact
+
+
+class ModelLoader:
+    """Loads artifacts for one teacher, which is loaded once and shared: it answers in the mode `original`."""
+
+    def __init__(self, teacher: str, device: str):
+        self._name = teacher
+        self._device = choose_device(device)
+        self._teacher: Teacher | None = None
+
+    def read(self, folder: Path) -> Content:
+        """The artifact of a folder, hashes checked. Touches no model, so it may run while one answers."""
+        return Content(folder, load(folder))
+
+    def build(self, content: Content) -> "ServedModel":
+        """A model for an artifact. Runs the model to verify it, so it belongs on the worker.
+
+        Raises:
+            IncompatibleModelError: the artifact was trained for another teacher, or does not fit this one.
+            ArtifactError: its delta does not fit.
+            DataError: the teacher cannot be loaded.
+        """
+        if self._teacher is None:
+            self._teacher = load_teacher(self._name, device=self._device)
+            require_encoder(self._teacher)
+        card = content.artifact.card
+        if card.teacher_fingerprint != self._teacher.fingerprint:
+            expected, came = self._teacher.fingerprint[:12], card.teacher_fingerprint[:12]
+            names = f"expected one for teacher {expected} ({self._name}), got one for {came}"
+            raise IncompatibleModelError(f"artifact: {names}")
+        return ServedModel(self._teacher, content, self._device)
+
+
+class ServedModel:
+    """One artifact, ready to answer in every attention mode."""
+
+    def __init__(self, original: Teacher, content: Content, device: str):
+        artifact, card = content.artifact, content.artifact.card
+        self._original = original
+        twin = copy.deepcopy(original.model)
+        apply_delta(twin, artifact.delta)
+        self._twin = replace(original, model=twin)
+        self._attached: Attached = attach(
+            twin,
+            alpha=card.alpha,
+            head_scale=torch.tensor(card.head_scale),
+            predictors=[on_device(predictor, device) for predictor in artifact.layers],
+            positional=window(card.window_size) | GlobalTokens(card.global_tokens),
+            tile_size=card.tile_size,
+        )
+        self._special = frozenset(original.tokenizer.all_special_ids) - {original.tokenizer.unk_token_id}
+        self.calibration: dict[str, Any] | None = dict(card.calibration) or None
+        self.description = Description(
+            artifact=content.folder.resolve().name,
+            version=card.version,
+            folder=str(content.folder.resolve()),
+            teacher=original.name,
+            teacher_fingerprint=original.fingerprint,
+            predictor=card.served,
+            alpha=card.alpha,
+            layers=card.layers,
+            heads=card.heads,
+            dimensions=int(twin.config.hidden_size),
+            max_tokens=original.max_tokens,
+            vocabulary=int(twin.config.vocab_size),
+            device=device,
+        )
+
+    def tokenize(self, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of each text, special tokens included, never cut."""
+        return tokenize(self._original, texts)
+
+    def blank(self, ids: Ids) -> bool:
+        """Whether there is nothing but special tokens."""
+        return all(token in self._special for token in ids)
+
+    def cut(self, ids: Ids) -> Ids:
+        """The first `max_tokens` tokens; a special token at the end (BERT's [SEP]) stays there."""
+        limit = self.description.max_tokens
+        return [*ids[: limit - 1], ids[-1]] if ids[-1] in self._special else ids[:limit]
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[Ids], mode: Mode, sample: Sample | None) -> Forward:
+        """The embeddings of one batch, in the mode that was asked for and in no other."""
+        teacher = self._original if mode == "original" else self._twin
+        tokens, mask = batch(teacher, ids)
+        legal_pairs = sum(legal_from_mask(mask).count(b) for b in range(len(ids)))
+        seen = _Observer(self.description.heads, sample)
+        if mode == "original":
+            vectors = embed(teacher, tokens, mask)
+        else:
+            with self._attached.using(mode, observe=seen if mode == "sparse" else None):
+                vectors = embed(teacher, tokens, mask)
+        if mode == "sparse":
+            computed = np.stack(seen.computed)
+        else:
+            computed = np.full((self.description.layers, self.description.heads), legal_pairs, dtype=np.int64)
+        return Forward(vectors.float().cpu().numpy(), computed, legal_pairs, tuple(seen.audit))
+
+
+class _Observer:
+    """Counts what each layer computed, and keeps the audited rows of one item."""
+
+    def __init__(self, heads: int, sample: Sample | None):
+        self.heads = heads
+        self.sample = sample
+        self.computed: list[Any] = []
+        self.audit: list[AuditedLayer] = []
+
+    def __call__(self, call: LayerCall) -> None:
+        """See one layer of a sparse forward pass."""
+        if call.plan is None:  # `sparse` was asked for: a layer without a plan would be dense in silence
+            raise IncompatibleModelError(f"layer {call.layer}: expected a plan in mode sparse, got none")
+        self.computed.append(computed_pairs(call.plan).sum(0).cpu().numpy())
+        if self.sample is not None:
+            self.audit.append(audited_layer(call, call.plan, self.sample))
+
+
+def audited_layer(call: LayerCall, plan: Plan, sample: Sample) -> AuditedLayer:
+    """The audited rows of one item, copied out of the batch so that the batch can be freed."""
+    b, heads = sample.item, call.q.shape[1]
+    real = call.legal.key_real[b].nonzero().flatten()
+    rows = call.legal.query_real[b].nonzero().flatten()[list(sample.rows)]
+    keys = call.k[b][:, real].repeat_interleave(heads // call.k.shape[1], dim=0)
+    legal = call.legal.allows(b, rows[:, None], real[None, :])
+    kept = kept_keys(plan, call.legal, b, rows)[:, :, real]
+    return AuditedLayer(call.q[b][:, rows].clone(), keys.clone(), call.scale.clone(), call.alpha, legal, kept)
+
+
+def kept_keys(plan: Plan, legal: Legal, b: int, rows: Tensor) -> Tensor:
+    """`Bool[H, R, M]`: which keys the plan lets these rows of item `b` read; no N×M matrix is made."""
+    _, heads, _, width = plan.shape
+    offsets, keys, first = (part.cpu().numpy() for part in (plan.offsets, plan.keys, plan.first_row))
+    tiles = {name: getattr(plan, f"tile_{name}").cpu().numpy() for name in ("batch", "head", "start", "rows")}
+    kept = np.zeros((heads, len(rows), width), dtype=bool)
+    mine = np.flatnonzero(tiles["batch"] == b)
+    for place, row in enumerate(rows.tolist()):
+        inside = (tiles["start"][mine] <= row) & (row < tiles["start"][mine] + tiles["rows"][mine])
+        for tile in mine[inside]:
+            entries = slice(offsets[tile], offsets[tile + 1])
+            may = first[entries] <= row - tiles["start"][tile]
+            kept[tiles["head"][tile], place, keys[entries][may]] = True
+    return torch.from_numpy(kept).to(rows.device)

@@ -1,0 +1,180 @@
+"""A model whose answers are easy to foresee, and the helpers every test of the service uses."""
+
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from starlette.testclient import TestClient
+
+from app.audit import AuditedLayer, Sample
+from app.main import create_app, make_engine
+from app.servable import Description, Forward
+from app.settings import Settings, load_settings
+from app.telemetry import Telemetry
+from sparsefinder.errors import ArtifactError, IncompatibleModelError
+
+CLS, SEP = 1, 2
+VOCABULARY, DIMENSIONS, MAX_TOKENS, LAYERS, HEADS = 1000, 4, 16, 2, 3
+COMPUTED = 0.25  # density of a sparse answer
+MODE_OFFSET = {"original": 100.0, "dense": 200.0, "sparse": 300.0}
+
+
+def token(word: str) -> int:
+    return 10 + zlib.crc32(word.encode()) % (VOCABULARY - 10)
+
+
+EXPLODE, NAN, SLOW = token("explode"), token("nan"), token("slow")
+
+
+def write_artifact(folder: Path, **content: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fake.json").write_text(json.dumps({"version": folder.name, "bias": 0.0, "fault": None} | content))
+    return folder
+
+
+class FakeLoader:
+    """Reads `fake.json`; its `fault` says where loading breaks."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int], str]] = []
+        self.gate = threading.Event()  # a forward pass with the word "slow" waits for it
+        self.gate.set()
+        self.slow_seconds = 20.0
+        self.read_gate = threading.Event()
+        self.read_gate.set()
+        self.broken = threading.Event()  # every forward pass raises while it is set
+
+    def read(self, folder: Path) -> Any:
+        self.read_gate.wait(20)
+        path = folder / "fake.json"
+        if not path.is_file():
+            raise ArtifactError(f"artifact: expected fake.json in {folder.name}, found none")
+        content = json.loads(path.read_text())
+        if content["fault"] == "read":
+            raise ArtifactError("artifact: expected layer 3, found none")
+        return folder, content
+
+    def build(self, content: Any) -> "FakeModel":
+        folder, values = content
+        if values["fault"] == "teacher":
+            raise IncompatibleModelError("artifact: expected one for another teacher")
+        if values["fault"] == "bug":
+            raise ZeroDivisionError("unforeseen")
+        return FakeModel(self, folder, values)
+
+
+class SlowLoader(FakeLoader):
+    """In the place of the real loader: a text with the word "slow" takes two seconds."""
+
+    def __init__(self, teacher: str, device: str) -> None:
+        super().__init__()
+        self.gate.clear()
+        self.slow_seconds = 2.0
+
+
+class FakeModel:
+    def __init__(self, loader: FakeLoader, folder: Path, values: dict[str, Any]):
+        self.loader = loader
+        self.values = values
+        self.calibration = {"set": "plan", "overall": {"recall": 0.9}}
+        sizes = {"layers": LAYERS, "heads": HEADS, "dimensions": DIMENSIONS, "max_tokens": MAX_TOKENS}
+        self.description = Description(
+            folder.name,
+            values["version"],
+            str(folder),
+            "fake",
+            "0" * 64,
+            "none",
+            1.5,
+            vocabulary=VOCABULARY,
+            device="cpu",
+            **sizes,
+        )
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[CLS, *map(token, text.split()), SEP] for text in texts]
+
+    def blank(self, ids: list[int]) -> bool:
+        return set(ids) <= {CLS, SEP}
+
+    def cut(self, ids: list[int]) -> list[int]:
+        return [*ids[: MAX_TOKENS - 1], ids[-1]]
+
+    def forward(self, ids: Sequence[list[int]], mode: str, sample: Sample | None) -> Forward:
+        self.loader.calls.append((mode, [len(item) for item in ids], threading.current_thread().name))
+        tokens = {one for item in ids for one in item}
+        if SLOW in tokens:
+            self.loader.gate.wait(self.loader.slow_seconds)
+        if EXPLODE in tokens or self.loader.broken.is_set():
+            raise RuntimeError("exploded on the text 'explode SECRET'")
+        vectors = np.stack([self.vector(item, mode) for item in ids])
+        if NAN in tokens or self.values["fault"] == "nan":
+            vectors[:, 0] = np.nan
+        pairs = sum(len(item) ** 2 for item in ids)
+        density = COMPUTED if mode == "sparse" else 1.0
+        computed = np.full((LAYERS, HEADS), int(pairs * density), dtype=np.int64)
+        audit = tuple(audited(len(ids[sample.item]), len(sample.rows)) for _ in range(LAYERS)) if sample else ()
+        return Forward(vectors, computed, pairs, audit)
+
+    def vector(self, ids: list[int], mode: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        values = [sum(ids) / 7, len(ids), MODE_OFFSET[mode], self.values["bias"]]
+        return np.asarray(values, dtype=np.float32)
+
+
+def audited(keys: int, rows: int) -> AuditedLayer:
+    """Rows whose two gold keys are the first two, of which the plan keeps the first only."""
+    scores = torch.full((keys,), -50.0)
+    scores[:2] = 0.0
+    kept = torch.zeros(HEADS, rows, keys, dtype=torch.bool)
+    kept[:, :, 0] = True
+    legal = torch.ones(rows, keys, dtype=torch.bool)
+    q, k = torch.ones(HEADS, rows, 1), scores.expand(HEADS, keys).unsqueeze(-1).contiguous()
+    return AuditedLayer(q, k, torch.ones(HEADS), 1.5, legal, kept)
+
+
+def make_settings(root: Path, **values: Any) -> Settings:
+    artifact = write_artifact(root / "first", version="v1")
+    return load_settings(**({"artifact": artifact, "audit_rate": 0.0} | values))
+
+
+@contextlib.contextmanager
+def serving(settings: Settings, loader: Any = None) -> Iterator[TestClient]:
+    """A client of a service that has finished loading; `client.app` is the app."""
+    figures = Telemetry()
+    app = create_app(settings, make_engine(settings, figures, loader or FakeLoader()))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        wait_ready(client)
+        yield client
+
+
+def wait_ready(client: Any, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while client.get("/readyz").status_code != 200:
+        assert time.monotonic() < until, client.get("/readyz").text
+        time.sleep(0.02)
+
+
+def embed(client: Any, text: Any = "hello there", **fields: Any) -> Any:
+    return client.post("/v1/embeddings", json={"input": text} | fields)
+
+
+def error_of(response: Any, status: int, code: str) -> dict[str, Any]:
+    """The error of a response, after checking that it has the one shape."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "code", "param", "request_id"}
+    assert error["code"] == code, error
+    assert error["request_id"] == response.headers["x-request-id"]
+    assert response.headers["content-type"] == "application/json"
+    assert error["message"]
+    assert error["type"]
+    return error
