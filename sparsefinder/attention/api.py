@@ -1,0 +1,91 @@
+"""Attention over a plan, and over all legal keys: checks and dispatch. Backends never import each other."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsefinder.attention.call import Call, checked
+from sparsefinder.attention.cpu import attend_cpu
+from sparsefinder.attention.dense import attend_all
+from sparsefinder.attention.gather import attend_gather
+from sparsefinder.attention.reference import attend_reference
+from sparsefinder.errors import BackendError, ShapeError
+from sparsefinder.patterns.legal import Legal
+from sparsefinder.plan import Plan
+
+Backend = Literal["auto", "reference", "cpu", "gather"]
+
+BACKENDS: dict[str, Callable[[Call, Plan], Tensor]] = {
+    "reference": attend_reference,
+    "cpu": attend_cpu,
+    "gather": attend_gather,
+}
+
+
+def attend(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    v: Float[Tensor, "B Hkv M Dv"],
+    plan: Plan,
+    *,
+    legal: Legal,
+    alpha: float = 1.5,
+    scale: float | Tensor | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B H N Dv"]:
+    """`Σ_j p_ij v_j` with `p_i` the α-entmax of `scale[h] q_i·k_j` over the keys that the plan lists for row i.
+
+    Equal to `attend_dense` in every row whose list holds the support (sparse consistency). Rows without keys, padding
+    rows among them, are zeros; what padding holds, NaN included, changes nothing. Half precision is computed in
+    float32 and returned as it came.
+
+    Args:
+        scale: a number, or one per head; None is `D ** -0.5`.
+        backend: `reference` (dense, the oracle), `cpu` (numba, no gradient), `gather` (plain torch, any device), or
+            `auto`: `cpu` for CPU tensors unless a gradient is asked for, `gather` otherwise.
+
+    Raises:
+        BackendError: an unknown backend, or one that cannot run on these tensors; nothing falls back in silence.
+        ShapeError, AlphaError: arguments that do not fit.
+        NonFiniteError: NaN or infinity in a real token of q, k or v.
+    """
+    call = checked(q, k, v, legal, alpha, scale)
+    if plan.shape != (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys):
+        expected = (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys)
+        raise ShapeError(f"plan: expected shape {expected}, got {plan.shape}")
+    if plan.keys.device != q.device:
+        raise ShapeError(f"plan: expected a plan on {q.device} like q, got {plan.keys.device}")
+    return BACKENDS[_choose(backend, call)](call, plan).to(q.dtype)
+
+
+def attend_dense(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    v: Float[Tensor, "B Hkv M Dv"],
+    legal: Legal,
+    *,
+    alpha: float = 1.5,
+    scale: float | Tensor | None = None,
+) -> Float[Tensor, "B H N Dv"]:
+    """The same over all legal keys. Differentiable; without gradient only a few heads' scores exist at a time.
+
+    Arguments, rows of zeros and errors as in `attend`.
+    """
+    return attend_all(checked(q, k, v, legal, alpha, scale)).to(q.dtype)
+
+
+def _choose(backend: str, call: Call) -> str:
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v, call.scales))
+    on_cpu = call.q.device.type == "cpu"
+    if backend == "auto":
+        return "cpu" if on_cpu and not gradient else "gather"
+    if backend not in BACKENDS:
+        raise BackendError(f"backend: expected auto or one of {', '.join(sorted(BACKENDS))}, got {backend}")
+    if backend == "cpu" and not on_cpu:
+        raise BackendError(f"backend cpu: expected tensors on the CPU, got {call.q.device}")
+    if backend == "cpu" and gradient:
+        raise BackendError("backend cpu: expected no gradient to be asked for, use reference or gather (or no_grad)")
+    return backend

@@ -1,0 +1,44 @@
+"""What every backend gets: checked tensors of one attention call."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsefinder.errors import ShapeError
+from sparsefinder.patterns.legal import Legal
+from sparsefinder.shapes import Dims, check_alpha, check_finite, check_qkv, check_real, head_scales
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """`q, k, v` in float32 or float64; `scales` is the factor of `q·k` per head; α = 1 is softmax."""
+
+    q: Float[Tensor, "B H N D"]
+    k: Float[Tensor, "B Hkv M D"]
+    v: Float[Tensor, "B Hkv M Dv"]
+    legal: Legal
+    alpha: float
+    scales: Float[Tensor, " H"]
+    dims: Dims
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, legal: Legal, alpha: float, scale: float | Tensor | None) -> Call:
+    """A call whose arguments fit each other; half precision becomes float32. Errors as in `attend`."""
+    dims = check_qkv(q, k, v)
+    check_real(legal.query_real, legal.key_real, dims)
+    if legal.key_real.device != q.device:
+        raise ShapeError(f"legal: expected masks on {q.device} like q, got {legal.key_real.device}")
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, v = q.to(exact), k.to(exact), v.to(exact)
+    for name, x, real in (("q", q, legal.query_real), ("k", k, legal.key_real), ("v", v, legal.key_real)):
+        check_finite(name, x, real)
+    return Call(q, k, v, legal, check_alpha(alpha), head_scales(scale, dims, q), dims)
+
+
+def without_padding(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v with zeros at padding: a matrix product would turn NaN there into NaN everywhere, even at weight zero."""
+    tokens = ((call.q, call.legal.query_real), (call.k, call.legal.key_real), (call.v, call.legal.key_real))
+    q, k, v = (x if bool(real.all()) else x.masked_fill(~real[:, None, :, None], 0.0) for x, real in tokens)
+    return q, k, v

@@ -1,0 +1,88 @@
+"""The transform over all legal keys (mode `dense`): no plan, but never more than a few heads' scores at once."""
+
+import torch
+from torch import Tensor
+
+from sparsefinder.attention.call import Call, without_padding
+from sparsefinder.entmax import entmax
+from sparsefinder.threads import threads_for
+
+CHUNK = 1 << 19  # scores at once: 2 MB, so that they are still in cache when the transform reads them
+
+
+def attend_all(call: Call) -> Tensor:
+    """`[B, H, N, Dv]`. Differentiable where a gradient is asked for; then all scores of the batch are kept."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v, call.scales)):
+        return _with_gradient(call)
+    out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[-1])
+    for b in range(call.dims.batch):
+        _item(call, b, out)
+    return out
+
+
+def _with_gradient(call: Call) -> Tensor:
+    q, k, v = without_padding(call)
+    dims = call.dims
+    # Query heads of one kv head side by side: grouped-query attention without copies of k and v.
+    grouped = (q * call.scales[:, None, None]).reshape(dims.batch, dims.kv_heads, -1, dims.dim)
+    scores = (grouped @ k.transpose(-1, -2)).view(dims.batch, dims.heads, dims.queries, dims.keys)
+    if _all_legal(call):
+        p = entmax(scores, call.alpha)
+    else:
+        mask = torch.stack([call.legal.matrix(b) for b in range(dims.batch)])
+        p = entmax(scores, call.alpha, mask[:, None])
+    return (p.view(dims.batch, dims.kv_heads, -1, dims.keys) @ v).view(*q.shape[:3], -1)
+
+
+def _all_legal(call: Call) -> bool:
+    return not call.legal.causal and bool(call.legal.query_real.all() and call.legal.key_real.all())
+
+
+def _item(call: Call, b: int, out: Tensor) -> None:
+    """One item, cropped to the stretch of its real tokens, so that padding costs nothing and changes no bit."""
+    rows, columns = _stretch(call.legal.query_real[b]), _stretch(call.legal.key_real[b])
+    if rows.start == rows.stop or columns.start == columns.stop:
+        return
+    mask = _illegal(call, b, rows, columns)
+    q = call.q[b, :, rows] * call.scales[:, None, None]
+    k, v = call.k[b, :, columns], call.v[b, :, columns]
+    if mask is not None:  # padding inside the stretch
+        k, v = (x.masked_fill(~call.legal.key_real[b, columns, None], 0.0) for x in (k, v))
+        q = q.masked_fill(~call.legal.query_real[b, rows, None], 0.0)
+    keys, group = k.shape[1], call.dims.group
+    high = max(1, min(q.shape[1], CHUNK // keys))
+    wide = max(1, CHUNK // (keys * high))
+    if group > 1:  # all query heads of one kv head, or one: a chunk must not straddle two of them
+        wide = group if wide >= group else 1
+    for h in range(0, call.dims.heads, wide):
+        heads = slice(h, min(h + wide, call.dims.heads))
+        kv = slice(h // group, (heads.stop - 1) // group + 1)
+        for i in range(0, q.shape[1], high):
+            part = slice(i, min(i + high, q.shape[1]))
+            scores = q[heads, part] @ k[kv].transpose(-1, -2)
+            p = _transform(scores, call.alpha, None if mask is None else mask[part])
+            out[b, heads, rows.start + part.start : rows.start + part.stop] = p @ v[kv]
+
+
+def _stretch(real: Tensor) -> slice:
+    at = real.nonzero()
+    return slice(int(at[0]), int(at[-1]) + 1) if at.shape[0] else slice(0, 0)
+
+
+def _illegal(call: Call, b: int, rows: slice, columns: slice) -> Tensor | None:
+    """True where a pair of the stretch is not legal; None where all are."""
+    real_rows, real_columns = call.legal.query_real[b, rows], call.legal.key_real[b, columns]
+    if not call.legal.causal and bool(real_rows.all() and real_columns.all()):
+        return None
+    illegal = ~(real_rows[:, None] & real_columns[None, :])
+    if call.legal.causal:
+        i = torch.arange(rows.start, rows.stop, device=real_rows.device) + call.legal.query_offset
+        illegal |= torch.arange(columns.start, columns.stop, device=real_rows.device)[None, :] > i[:, None]
+    return illegal
+
+
+def _transform(scores: Tensor, alpha: float, illegal: Tensor | None) -> Tensor:
+    if illegal is not None:
+        scores = scores.masked_fill_(illegal, -torch.inf)
+    with threads_for(scores.numel() * 16):
+        return entmax(scores, alpha)
