@@ -11,28 +11,21 @@ import torch
 from torch import Tensor
 
 from app.audit import AuditedLayer, Sample
+from app.calibration import calibration_of
 from app.schemas import Mode
 from app.servable import Description, Forward, Ids
 from sparsefinder.artifact import Artifact, load
-from sparsefinder.delta import apply_delta
+from sparsefinder.attach_artifact import attach_artifact
 from sparsefinder.errors import IncompatibleModelError
-from sparsefinder.hf import Attached, LayerCall, attach
+from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import Legal, legal_from_mask
-from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.plan import Plan, computed_pairs
-from sparsefinder.predictors import Predictor
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher, require_encoder, tokenize
 
 
 def choose_device(asked: str) -> str:
     """`cuda` or `cpu`; `auto` takes the GPU where torch sees one."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
-
-
-def on_device(predictor: Predictor, device: str) -> Predictor:
-    """The same predictor with its parameters on another device."""
-    tensors = {name: tensor.to(device) for name, tensor in predictor.to_tensors().items()}
-    return type(predictor).from_tensors(tensors, predictor.settings())
 
 
 @dataclass(frozen=True)
@@ -66,11 +59,6 @@ class ModelLoader:
         if self._teacher is None:
             self._teacher = load_teacher(self._name, device=self._device)
             require_encoder(self._teacher)
-        card = content.artifact.card
-        if card.teacher_fingerprint != self._teacher.fingerprint:
-            expected, came = self._teacher.fingerprint[:12], card.teacher_fingerprint[:12]
-            names = f"expected one for teacher {expected} ({self._name}), got one for {came}"
-            raise IncompatibleModelError(f"artifact: {names}")
         return ServedModel(self._teacher, content, self._device)
 
 
@@ -80,19 +68,10 @@ class ServedModel:
     def __init__(self, original: Teacher, content: Content, device: str):
         artifact, card = content.artifact, content.artifact.card
         self._original = original
-        twin = copy.deepcopy(original.model)
-        apply_delta(twin, artifact.delta)
-        self._twin = replace(original, model=twin)
-        self._attached: Attached = attach(
-            twin,
-            alpha=card.alpha,
-            head_scale=torch.tensor(card.head_scale),
-            predictors=[on_device(predictor, device) for predictor in artifact.layers],
-            positional=window(card.window_size) | GlobalTokens(card.global_tokens),
-            tile_size=card.tile_size,
-        )
+        self._twin = replace(original, model=copy.deepcopy(original.model))
+        self._attached: Attached = attach_artifact(self._twin, artifact)
         self._special = frozenset(original.tokenizer.all_special_ids) - {original.tokenizer.unk_token_id}
-        self.calibration: dict[str, Any] | None = dict(card.calibration) or None
+        self.calibration = calibration_of(card.calibration)
         self.description = Description(
             artifact=content.folder.resolve().name,
             version=card.version,
@@ -103,9 +82,9 @@ class ServedModel:
             alpha=card.alpha,
             layers=card.layers,
             heads=card.heads,
-            dimensions=int(twin.config.hidden_size),
+            dimensions=int(self._twin.model.config.hidden_size),
             max_tokens=original.max_tokens,
-            vocabulary=int(twin.config.vocab_size),
+            vocabulary=int(self._twin.model.config.vocab_size),
             device=device,
         )
 

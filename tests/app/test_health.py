@@ -137,7 +137,6 @@ def test_settings_outside_what_is_allowed(name: str, value: Any) -> None:
 
 
 def test_every_setting_is_a_flag_and_two_workers_are_refused() -> None:
-
     command = typer.Typer()
     command.command()(serve)
     shown = CliRunner().invoke(command, ["--help"], terminal_width=200, env={"COLUMNS": "200"})
