@@ -30,7 +30,7 @@ Split = Literal["train", "heldout"]
 SHORTEST_DOCSTRING = 200
 SPAN = 50
 HELDOUT_BUCKET, BUCKETS = 4, 10
-CHARACTERS = {"train": 600_000, "heldout": 150_000}  # of each library: none may drown the others
+CHARACTERS = {"train": 200_000, "heldout": 150_000}  # of each library: none may drown the others
 ORDER_SEED = 0
 _OWN = {"sparsefinder", "training", "app"}
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -41,7 +41,7 @@ def default_texts(split: Split, characters: int | None = None) -> list[str]:
 
     Args:
         split: `train`, or `heldout`: other libraries and topics, sharing no span of 50 characters with `train`.
-        characters: at most about so many from each library (held out: in all); None = 600 000 from each (150 000).
+        characters: at most about so many from each library (held out: in all); None = 200 000 from each (150 000).
 
     Pieces that share a span with held-out text are left out of the training text, so the held-out text does not
     depend on how much training text is asked for.
