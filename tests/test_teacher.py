@@ -1,0 +1,106 @@
+"""Teachers: loading, pooling, fingerprints, batches, deltas."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from sparsefinder.delta import apply_delta, low_rank, make_delta
+from sparsefinder.errors import ArtifactError, ConfigError, DataError
+from sparsefinder.teacher import batch, embed, fingerprint, load_teacher, pool, tokenize
+
+
+def test_a_local_folder_loads_with_its_fingerprint(tmp_path: Path) -> None:
+    folder = tiny.save_teacher(tmp_path / "model")
+    teacher = load_teacher(str(folder))
+    assert teacher.fingerprint == fingerprint(tiny.bert())
+    assert teacher.fingerprint != fingerprint(tiny.bert(seed=1))
+    assert (teacher.pooling, teacher.normalize, teacher.max_tokens) == ("mean", False, 96)
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere") as caught:
+        load_teacher(str(tmp_path / "nowhere"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["pooling_mode_max_tokens", "pooling_mode_lasttoken"])
+def test_an_unknown_pooling_is_refused(tmp_path: Path, mode: str) -> None:
+    folder = tiny.save_teacher(tmp_path / "model")
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Pooling"}]))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({mode: True}))
+    with pytest.raises(ConfigError, match="mean or cls"):
+        load_teacher(str(folder))
+
+
+def test_the_packaged_teacher_has_its_own_pooling_and_positions() -> None:
+    teacher = load_teacher("minilm")
+    assert (teacher.pooling, teacher.normalize, teacher.max_tokens) == ("mean", True, 512)
+    ids = tokenize(teacher, ["Where do I change my password?", "word " * 2000])
+    assert ids[0][0] == 101
+    assert ids[0][-1] == 102
+    assert len(ids[1]) == 2002  # never cut
+    with pytest.raises(DataError, match="at most 512 tokens, got 2002"):
+        batch(teacher, ids)
+
+
+def test_pooling_is_the_mean_over_real_tokens(tmp_path: Path) -> None:
+    teacher = tiny.teacher(tmp_path)
+    hidden, mask = torch.randn(2, 4, 3), torch.tensor([[True, True, False, False], [True] * 4])
+    hidden[0, 2:] = 1e6
+    came = pool(teacher, hidden, mask)
+    for row, count in ((0, 2), (1, 4)):
+        mean = sum(hidden[row, i] for i in range(count)) / count
+        torch.testing.assert_close(came[row], mean / mean.norm())
+
+
+def test_empty_batches_are_refused(tmp_path: Path) -> None:
+    for ids in ([], [[]], [[2, 3], []]):
+        with pytest.raises(DataError, match="at least one"):
+            batch(tiny.teacher(tmp_path), ids)
+
+
+def test_a_full_rank_delta_gives_the_finetuned_model_back() -> None:
+    before, after, target = tiny.bert(), tiny.bert(), tiny.bert(seed=1)
+    after.load_state_dict({n: a + 0.1 * b for (n, a), b in zip(after.state_dict().items(), target.state_dict().values())})
+    delta = make_delta(dict(before.named_parameters()), dict(after.named_parameters()), rank=8)
+    exact = make_delta(dict(before.named_parameters()), dict(after.named_parameters()), rank=1000)
+    assert sum(t.numel() for t in delta.values()) < sum(t.numel() for t in exact.values())
+    rebuilt = tiny.bert()
+    apply_delta(rebuilt, exact)
+    for name, weight in rebuilt.named_parameters():
+        torch.testing.assert_close(weight, after.get_parameter(name), atol=2e-3, rtol=0)  # float16
+
+
+def test_low_rank_is_the_best_of_its_rank() -> None:
+    matrix = torch.randn(12, 7)
+    singular = torch.linalg.svdvals(matrix)
+    for rank in (1, 3, 7):
+        b, a = low_rank(matrix, rank)
+        error = (matrix - b @ a).norm()
+        torch.testing.assert_close(error, singular[rank:].norm(), atol=1e-5, rtol=0)
+
+
+def test_a_delta_that_does_not_fit_changes_nothing() -> None:
+    model = tiny.bert()
+    name = "encoder.layer.0.attention.self.query.weight"
+    good = {f"{name}.a": torch.ones(2, 32), f"{name}.b": torch.ones(32, 2)}
+    other = "encoder.layer.1.attention.self.query.weight"
+    for bad, match in (
+        ({"nowhere.weight.full": torch.ones(2)}, "no parameter 'nowhere.weight'"),
+        ({f"{other}.a": torch.ones(2, 32)}, "expected `.full`, or"),
+        ({f"{other}.full": torch.ones(3, 3)}, r"expected shape \(32, 32\), got \(3, 3\)"),
+    ):
+        with pytest.raises(ArtifactError, match=match):
+            apply_delta(model, {**good, **bad})
+    assert fingerprint(model) == fingerprint(tiny.bert())
+
+
+@torch.no_grad()
+def test_embedding_one_text_is_finite_and_of_unit_norm(tmp_path: Path) -> None:
+    teacher = tiny.teacher(tmp_path)
+    vectors = embed(teacher, *batch(teacher, tokenize(teacher, ["a", "b c d"])))
+    torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(2))
