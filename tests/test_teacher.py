@@ -20,6 +20,14 @@ def test_a_local_folder_loads_with_its_fingerprint(tmp_path: Path) -> None:
     assert (teacher.pooling, teacher.normalize, teacher.max_tokens) == ("mean", False, 96)
 
 
+def test_a_checkpoint_without_pooler_has_one_fingerprint(tmp_path: Path) -> None:
+    model = tiny.bert()
+    folder = tiny.save_teacher(tmp_path / "model")
+    model.pooler = None
+    model.save_pretrained(folder)  # transformers now draws a random pooler at every load
+    assert load_teacher(str(folder)).fingerprint == load_teacher(str(folder)).fingerprint == fingerprint(tiny.bert())
+
+
 def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere") as caught:
         load_teacher(str(tmp_path / "nowhere"))

@@ -20,7 +20,7 @@ def bert_config(layers: int = 2, heads: int = 4, width: int = 32, vocabulary: in
 
 def bert(seed: int = 0, **sizes: int) -> BertModel:
     torch.manual_seed(seed)
-    return BertModel(bert_config(**sizes), add_pooling_layer=False).eval()
+    return BertModel(bert_config(**sizes)).eval()
 
 
 def tokenizer(folder: Path) -> BertTokenizerFast:

@@ -44,12 +44,8 @@ def finetune_command(
         learning_rate=learning_rate, density=density, seed=seed,
     )  # fmt: skip
     console, original = Console(), load_teacher(teacher)
-    held_out = {"default held-out": default_texts("heldout")}
-    held_out |= {path.name: read_texts([path]) for path in eval_text or []}
-    avoid = [t for texts in held_out.values() for t in texts]
-    extra = drop_shared([piece for whole in read_texts(text or []) for piece in blocks(whole)], avoid)
-    default = drop_shared(default_texts("train"), avoid)
-    sources = [chunk_tokens(original, part, tokens) for part in (default, extra) if part]
+    train, held_out = prepare_texts(text or [], eval_text or [])
+    sources = [chunk_tokens(original, part, tokens) for part in train]
     started = time.perf_counter()
     student, delta = _train(config, sources, console)
     minutes = (time.perf_counter() - started) / 60
@@ -58,7 +54,7 @@ def finetune_command(
     record = {
         "command": shlex.join(["sparsefinder-train", *sys.argv[1:]]),
         "config": dataclasses.asdict(config),
-        "text_sha256": text_hash([*default, *extra]),
+        "text_sha256": text_hash([piece for part in train for piece in part]),
         "chunks": [len(source) for source in sources],
         "minutes": round(minutes, 1),
         "held_out": figures,
@@ -68,6 +64,18 @@ def finetune_command(
     for name, quality in qualities.items():
         console.print(f"{name}: {_line(quality)}")
     console.print(f"Delta of {size:.2f} MB after {minutes:.1f} minutes; artifact {card.version} lies in {out}")
+
+
+def prepare_texts(text: list[Path], eval_text: list[Path]) -> tuple[list[list[str]], dict[str, list[str]]]:
+    """Training pieces (the embedded default, then the user's files) and held-out texts by name.
+
+    No piece of the first shares a span of 50 characters with any of the second.
+    """
+    held_out = {"default held-out": default_texts("heldout")} | {path.name: read_texts([path]) for path in eval_text}
+    avoid = [piece for texts in held_out.values() for piece in texts]
+    own = [piece for whole in read_texts(text) for piece in blocks(whole)]
+    parts = [drop_shared(pieces, avoid) for pieces in (default_texts("train"), own)]
+    return [part for part in parts if part], held_out
 
 
 def _line(quality: Quality) -> str:
