@@ -4,7 +4,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # Shapes and types of every call are checked while these tests run; what is slow or passes wrong types is left to `test`.
-CHECKED := --jaxtyping-packages=sparsefinder,training,app,beartype.beartype -m "not slow"
+CHECKED := --jaxtyping-packages=sparsefinder,training,beartype.beartype -m "not slow"
+
+# Bytecode is written when a module is first imported; where that is forbidden, every start would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 TEXT ?=
 OUT ?= runs/$(if $(TEXT),$(basename $(notdir $(TEXT))),default)
