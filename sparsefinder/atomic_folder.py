@@ -97,10 +97,11 @@ def _read(handle: int, name: str, path: Path) -> bytes | None:
     except OSError as error:
         reason = "a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
         raise ArtifactError(f"{path}: {name}: expected a regular file, got {reason}") from None
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+        os.close(file)
+        raise ArtifactError(f"{path}: {name}: expected a regular file of at most {MAX_BYTES} bytes")
     with os.fdopen(file, "rb") as stream:
-        status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise ArtifactError(f"{path}: {name}: expected a regular file of at most {MAX_BYTES} bytes")
         return stream.read()
 
 

@@ -3,13 +3,18 @@
 Token-level predictors give a pattern, `Tiles` gives a plan; `layer_plan` and `layer_pattern` unify them.
 """
 
+import itertools
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsefinder.errors import PatternError
+from sparsefinder.edges import Edges
 from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.content import InEdges
 from sparsefinder.patterns.legal import Legal
-from sparsefinder.plan import Plan, build_plan
+from sparsefinder.patterns.positional import Nothing
+from sparsefinder.plan import Plan, build_plan, plan_matrix
 from sparsefinder.predictors.budget import RowBudget
 from sparsefinder.predictors.clustering import Clusters, mixed_share
 from sparsefinder.predictors.controls import WindowOnly
@@ -48,6 +53,7 @@ __all__ = [
     "layer_plan",
     "log_distance",
     "mixed_share",
+    "predictor_to",
     "project",
     "random_projections",
     "tile_means",
@@ -67,17 +73,37 @@ def layer_plan(
     """The plan of predicted ∪ positional pairs, whatever kind the predictor is. Errors as in the predictors."""
     if isinstance(predictor, Tiles):
         return predictor.plan(q, k, legal, positional, tile_size)
-    return build_plan(predictor.pattern(q, k, legal) | positional, legal, tile_size)
+    return build_plan(predictor.pattern(q, k, legal) | positional, legal, tile_size, heads=q.shape[1])
 
 
 def layer_pattern(
-    predictor: Predictor, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal, positional: Pattern
+    predictor: Predictor,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    legal: Legal,
+    positional: Pattern,
+    tile_size: int = 32,
 ) -> Pattern:
-    """The pattern predicted ∪ positional, before any plan widens it to tiles.
+    """The pattern predicted ∪ positional, before a plan widens it to tiles. Errors as in the predictors.
 
-    Raises:
-        PatternError: a tile predictor, which has no pattern but its plan.
+    A tile predictor chooses for whole tiles, so its pattern is every row of a tile × the tile's chosen keys (and, as in
+    its plan, every query itself); only for it does `tile_size` matter.
     """
-    if isinstance(predictor, Tiles):
-        raise PatternError("tiles: expected a token-level predictor, this one gives plans (measure its plan)")
-    return predictor.pattern(q, k, legal) | positional
+    if not isinstance(predictor, Tiles):
+        return predictor.pattern(q, k, legal) | positional
+    chosen = predictor.plan(q, k, legal, Nothing(), tile_size)
+    return InEdges(_plan_edges(chosen, legal)) | positional
+
+
+def _plan_edges(plan: Plan, legal: Legal) -> Edges:
+    batch, heads, _, _ = plan.shape
+    pairs = itertools.product(range(batch), range(heads))
+    found = [plan_matrix(plan, legal, b, h).flatten().nonzero().flatten() for b, h in pairs]
+    counts = torch.tensor([0] + [edges.shape[0] for edges in found], device=plan.keys.device)
+    return Edges(counts.cumsum(0), torch.cat(found), plan.shape)
+
+
+def predictor_to(predictor: Predictor, device: torch.device | str) -> Predictor:
+    """The same predictor with its tensors on another device."""
+    tensors = {name: tensor.to(device) for name, tensor in predictor.to_tensors().items()}
+    return predictor.from_tensors(tensors, predictor.settings())

@@ -14,11 +14,11 @@ def padded(
     """`q'` and `k'` of every item (see `project_item`) back in their padded places; zeros where there is padding."""
     items = [project_item(projections, q, k, legal, b) for b in range(q.shape[0])]
     size = items[0].q.shape[-1] if items else projections.rank
-    low_q = q.new_zeros(q.shape[0], projections.heads, q.shape[2], size)
-    low_k = k.new_zeros(k.shape[0], projections.heads, k.shape[2], size)
+    low_q = projections.q_map.new_zeros(q.shape[0], projections.heads, q.shape[2], size)
+    low_k = projections.k_map.new_zeros(k.shape[0], projections.heads, k.shape[2], size)
     for b, item in enumerate(items):
-        low_q[b, :, item.rows] = item.q.to(q.dtype)
-        low_k[b, :, item.columns] = item.k.to(k.dtype)
+        low_q[b, :, item.rows] = item.q
+        low_k[b, :, item.columns] = item.k
     return low_q, low_k
 
 

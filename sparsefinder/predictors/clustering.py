@@ -39,6 +39,8 @@ class Clusters:
         heads, rank = self.projections.heads, self.projections.rank
         if self.centroids.ndim != 3 or (self.centroids.shape[0], self.centroids.shape[2]) != (heads, rank):
             raise ShapeError(f"centroids: expected [{heads}, clusters, {rank}], got {tuple(self.centroids.shape)}")
+        if self.centroids.shape[1] == 0:
+            raise PatternError("centroids: expected at least one per head, got none (fit them first)")
         if self.top_k.min() < 1 or self.top_k.max() > self.centroids.shape[1]:
             raise PatternError(f"top_k: expected 1 to {self.centroids.shape[1]} clusters, got {self.top_k.tolist()}")
 

@@ -137,7 +137,7 @@ def check_fit(projections: Projections, q: Tensor, k: Tensor) -> None:
 
 
 def _apply(projections: Projections, weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    y = x @ weight.transpose(-1, -2) + bias[:, None, :]
+    y = x.to(weight.dtype) @ weight.transpose(-1, -2) + bias[:, None, :]
     return y / y.norm(dim=-1, keepdim=True).clamp(min=1e-12) if projections.unit else y
 
 
@@ -164,8 +164,9 @@ def project_item(
     """
     check_fit(projections, q, k)
     rows, columns = legal.query_real[b].nonzero().flatten(), legal.key_real[b].nonzero().flatten()
-    queries = q[b][:, rows].detach().contiguous().unsqueeze(0)
-    keys = k[b][:, columns].detach().contiguous().unsqueeze(0)
+    dtype = projections.q_map.dtype
+    queries = q[b][:, rows].detach().to(dtype).contiguous().unsqueeze(0)
+    keys = k[b][:, columns].detach().to(dtype).contiguous().unsqueeze(0)
     low_q, low_k = project(projections, queries, keys)
     if projections.form == "bilinear":
         low_q, low_k = _with_linear_terms(projections, queries, expand_heads(keys, projections.heads), low_q, low_k)
