@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
@@ -57,6 +58,7 @@ class ModelLoader:
             DataError: the teacher cannot be loaded.
         """
         if self._teacher is None:
+            disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is JSON lines
             self._teacher = load_teacher(self._name, device=self._device)
             require_encoder(self._teacher)
         return ServedModel(self._teacher, content, self._device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import uvicorn
 from starlette.testclient import TestClient
 
 from app.audit import AuditedLayer, Sample
@@ -152,6 +153,23 @@ def serving(settings: Settings, loader: Any = None) -> Iterator[TestClient]:
     with TestClient(app, raise_server_exceptions=False) as client:
         wait_ready(client)
         yield client
+
+
+@contextlib.contextmanager
+def on_a_socket(settings: Settings) -> Iterator[str]:
+    """The address of a real server on a free port of this machine."""
+    app = create_app(settings, make_engine(settings, Telemetry(), FakeLoader()))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started or app.state.engine._model is None:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+    assert not thread.is_alive()
 
 
 def wait_ready(client: Any, seconds: float = 60.0) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from app_fakes import FakeLoader, embed, error_of, make_settings, serving
+from app_fakes import FakeLoader, embed, error_of, make_settings, on_a_socket, serving
 from starlette.testclient import TestClient
 
 from app.telemetry import JsonLines
@@ -125,6 +127,20 @@ def test_a_large_body(tmp_path: Path, loader: FakeLoader) -> None:
         error_of(client.post("/nowhere", content=b"x" * 3000), 413, "body_too_large")
         fits = json.dumps({"input": "a"}).ljust(2000).encode()
         assert post(client, fits).status_code == 200
+
+
+def test_fifty_chunked_megabytes_over_a_socket(tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with on_a_socket(make_settings(tmp_path)) as address, httpx.Client(timeout=30) as client:
+        chunk, before = b" " * 100_000, resident()
+        for headers in ({}, {"content-length": str(500 * len(chunk))}):
+            body = (chunk for _ in range(500))
+            response = client.post(f"{address}/v1/embeddings", content=body, headers=JSON | headers)
+            error_of(response, 413, "body_too_large")
+        assert resident() - before < 25_000_000
+        assert client.post(f"{address}/v1/embeddings", json={"input": "a"}).status_code == 200
 
 
 def test_a_forward_pass_that_raises_harms_nobody_else(client: TestClient) -> None:

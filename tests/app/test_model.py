@@ -1,6 +1,5 @@
 """The real engine over HTTP, on a random two-layer BERT that is made here: padding, modes, plans, audits, reload."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 import torch
 from app_fakes import embed, error_of, serving
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from tiny_bert import HEADS, LAYERS, WORDS, make_artifact, make_teacher
 
 from app.audit import Sample
 from app.calibration import calibration_of
@@ -21,7 +19,7 @@ from app.model import Content, ModelLoader, ServedModel, kept_keys
 from app.servable import Forward
 from app.settings import load_settings
 from app.telemetry import Telemetry
-from sparsefinder.artifact import Artifact, Card, load, save
+from sparsefinder.artifact import load
 from sparsefinder.entmax import support
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.patterns.positional import GlobalTokens, window
@@ -29,50 +27,8 @@ from sparsefinder.plan import plan_matrix
 from sparsefinder.predictors import Tiles, layer_plan, random_projections
 from sparsefinder.teacher import batch, load_teacher
 
-LAYERS, HEADS, DIM = 2, 2, 32
-WORDS = [f"w{n}" for n in range(60)]
 SHORT = "w1 w2 w3"  # 5 tokens
 LONG = " ".join(WORDS[n * n % 60] for n in range(398))  # 400 tokens
-
-
-def make_teacher(folder: Path) -> Path:
-    torch.manual_seed(0)
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS]
-    tokenizer = Tokenizer(models.WordPiece({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **special).save_pretrained(folder)
-    sizes = {"hidden_size": DIM, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 64}
-    model = BertModel(BertConfig(vocab_size=len(names), max_position_embeddings=512, initializer_range=0.4, **sizes))
-    model.save_pretrained(folder)
-    return folder
-
-
-def make_artifact(folder: Path, teacher: Path, keys: int, **changes: Any) -> Path:
-    loaded = load_teacher(str(teacher))
-    card = Card(
-        teacher=str(teacher),
-        teacher_fingerprint=loaded.fingerprint,
-        layers=LAYERS,
-        heads=HEADS,
-        kv_heads=HEADS,
-        head_dim=DIM // HEADS,
-        alpha=1.5,
-        head_scale=((1.0,) * HEADS,) * LAYERS,
-        objective="none",
-        served=f"random-{keys}",
-        window_size=3,
-        global_tokens=1,
-        tile_size=16,
-    )
-    maps = [random_projections(HEADS, 4, DIM // HEADS, seed=layer, form="bilinear") for layer in range(LAYERS)]
-    layers = tuple(Tiles(projections, keys_per_tile=keys) for projections in maps)
-    save(folder, Artifact(dataclasses.replace(card, **changes), layers))
-    return folder
 
 
 @pytest.fixture(scope="module")

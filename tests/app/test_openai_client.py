@@ -1,18 +1,12 @@
 """The official client, unchanged, against a real server on a real socket."""
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
-import uvicorn
-from app_fakes import MAX_TOKENS, FakeLoader, FakeModel, make_settings
-
-from app.main import create_app, make_engine
-from app.telemetry import Telemetry
+from app_fakes import MAX_TOKENS, FakeLoader, FakeModel, make_settings, on_a_socket
 
 WORDS = ["one two", "three"]
 
@@ -20,16 +14,8 @@ WORDS = ["one two", "three"]
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings = make_settings(tmp_path_factory.mktemp("openai"), api_keys="right-key")
-    app = create_app(settings, make_engine(settings, Telemetry(), FakeLoader()))
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started or app.state.engine._model is None:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with on_a_socket(settings) as address:
+        yield f"{address}/v1"
 
 
 @pytest.fixture
