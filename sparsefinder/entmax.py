@@ -74,7 +74,7 @@ def _prepare(z: Tensor, alpha: float | Tensor, mask: Tensor | None) -> tuple[Ten
     exponent: float | Tensor = float(alpha) if not isinstance(alpha, Tensor) else alpha.to(scores.dtype)
     if isinstance(exponent, Tensor) and lowest == 1.0:
         if highest != 1.0:
-            raise AlphaError("alpha: a tensor that mixes softmax (1) with values above 1 is not supported, split the rows")
+            raise AlphaError("alpha: expected all 1 (softmax) or all above 1, got a tensor with both, split the rows")
         exponent = 1.0
     if mask is None:
         return scores, exponent
@@ -129,7 +129,7 @@ def _newton(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bracket(scores: Tensor, alpha: float | Tensor) -> Tensor:
-    """Bisect on the largest probability, in [1/n, 1]: gaps to the best score are exact, so large α keeps its support."""
+    """Bisect on the largest probability, in [1/n, 1]: gaps to the best score are exact, so large α keeps support."""
     exact = scores.double()
     order = alpha.double() - 1 if isinstance(alpha, Tensor) else alpha - 1
     gaps = (exact.amax(-1, keepdim=True) - exact) * order
@@ -155,14 +155,14 @@ class _Entmax(torch.autograd.Function):
     """Backward of Peters et al. (2019, section 3) in `z` and of Correia et al. (2019, proposition 1) in α."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, alpha: float | Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, scores: Tensor, alpha: float | Tensor) -> Tensor:
         p = _solve(scores, alpha)[0]
         ctx.save_for_backward(p, *([alpha] if isinstance(alpha, Tensor) else []))
         ctx.alpha = None if isinstance(alpha, Tensor) else alpha
         return p
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         p, *rest = ctx.saved_tensors
         alpha: float | Tensor = rest[0] if rest else ctx.alpha
         if alpha is ctx.alpha and alpha == 1.5 and p.device.type == "cpu" and not torch.is_grad_enabled():

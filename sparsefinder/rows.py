@@ -32,7 +32,7 @@ def climb(x, step_floor):  # type: ignore[no-untyped-def]
 
 @parallel_kernel
 def entmax15_rows(z, p, tau, step_floor):  # type: ignore[no-untyped-def]
-    """Rows of `z` to probabilities `p` and raw thresholds `tau`; a row of −inf gives zeros, a row with NaN gives NaN."""
+    """Rows of `z` to probabilities `p` and raw thresholds `tau`; a row of −inf gives zeros, one with NaN gives NaN."""
     zero, half = z.dtype.type(0), z.dtype.type(0.5)
     for r in prange(z.shape[0]):
         top = z.dtype.type(-np.inf)
