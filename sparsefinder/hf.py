@@ -81,7 +81,9 @@ _OWNER: weakref.WeakKeyDictionary[torch.nn.Module, "Attached"] = weakref.WeakKey
 class Attached:
     """A model whose attention is ours. Made by `attach`; `using` chooses the mode for a block of code."""
 
-    def __init__(self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor], positional: Pattern):
+    def __init__(
+        self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor], positional: Pattern
+    ):
         self.model = model
         self.alpha = alpha
         self.head_scale = head_scale
@@ -170,7 +172,9 @@ def _verify(probe: Attached, layers: int) -> None:
             raise IncompatibleModelError(f"{type(model).__name__}: expected {layers} attention calls, got {len(calls)}")
         worst = float(((came - expected).abs() * mask.unsqueeze(-1)).max())
         if not worst <= PROBE_TOLERANCE:
-            raise IncompatibleModelError(f"{type(model).__name__}: replacing softmax by itself moved the output by {worst:.2g}")
+            raise IncompatibleModelError(
+                f"{type(model).__name__}: replacing softmax by itself moved the output by {worst:.2g}"
+            )
     except BaseException:
         model.set_attn_implementation(before)
         raise
@@ -180,7 +184,9 @@ def _verify(probe: Attached, layers: int) -> None:
 
 def _probe_input(model: Any) -> tuple[Tensor, Tensor]:
     device, vocabulary = next(model.parameters()).device, int(model.config.vocab_size)
-    tokens = torch.randint(vocabulary, (len(PROBE_LENGTHS), max(PROBE_LENGTHS)), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        vocabulary, (len(PROBE_LENGTHS), max(PROBE_LENGTHS)), generator=torch.Generator().manual_seed(0)
+    )
     mask = torch.arange(max(PROBE_LENGTHS))[None, :] < torch.tensor(PROBE_LENGTHS)[:, None]
     return tokens.to(device), mask.long().to(device)
 
@@ -199,7 +205,9 @@ def _record_calls(probe: Attached, tokens: Tensor, mask: Tensor) -> list[torch.n
         probe.model(input_ids=tokens, attention_mask=mask)
     except (ValueError, KeyError, RuntimeError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise IncompatibleModelError(f"{type(probe.model).__name__}: its attention cannot be replaced ({reason})") from None
+        raise IncompatibleModelError(
+            f"{type(probe.model).__name__}: its attention cannot be replaced ({reason})"
+        ) from None
     finally:
         AttentionInterface.register(NAME, _attention)
     return calls
@@ -224,15 +232,25 @@ def _mask(batch_size: int, kv_length: int, *_: Any, attention_mask: Tensor | Non
 
 
 def _attention(
-    module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None, **rest: Any
+    module: torch.nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: `[B, H, L, D]` in, `[B, L, H, D]` out."""
     attached = _OWNER.get(module)
     if attached is None:
-        raise IncompatibleModelError(f"{type(module).__name__}: attention was not attached, call sparsefinder.hf.attach first")
+        raise IncompatibleModelError(
+            f"{type(module).__name__}: attention was not attached, call sparsefinder.hf.attach first"
+        )
     layer, _THREAD.calls = _THREAD.calls, _THREAD.calls + 1
     if layer >= len(attached.modules) or attached.modules[layer] is not module:
-        raise IncompatibleModelError(f"{type(module).__name__}: attention layers ran in another order than when attached")
+        raise IncompatibleModelError(
+            f"{type(module).__name__}: attention layers ran in another order than when attached"
+        )
     scale = attached.head_scale[layer] * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     call = LayerInput(layer, q, k, v, _legal(module, q, k, mask, rest), scale, attached.alpha)
     return _compute(attached, call).transpose(1, 2).contiguous(), None
@@ -241,7 +259,9 @@ def _attention(
 def _legal(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, rest: dict[str, Any]) -> Legal:
     name = type(module).__name__
     if q.shape[2] != k.shape[2]:
-        raise IncompatibleModelError(f"{name}: expected as many keys as queries, got {k.shape[2]} and {q.shape[2]} (no cache yet)")
+        raise IncompatibleModelError(
+            f"{name}: expected as many keys as queries, got {k.shape[2]} and {q.shape[2]} (no cache yet)"
+        )
     if rest.get("sliding_window") or getattr(module, "sliding_window", None):
         raise IncompatibleModelError(f"{name}: sliding-window layers are not supported")
     if mask is not None and mask.ndim != 2:

@@ -22,7 +22,8 @@ class Teacher:
     """A model that turns token ids into one vector per text.
 
     `fingerprint` is the sha256 of architecture and weights: artifacts name it, so that they are never used with another
-    model. `max_tokens` counts the special tokens. `mlm` is the same model under its masked-language-model head, where it has one.
+    model. `max_tokens` counts the special tokens. `mlm` is the same model under its masked-language-model head,
+    where it has one.
     """
 
     model: Any
@@ -54,7 +55,9 @@ def load_teacher(name: str = "minilm", *, device: str | torch.device = "cpu") ->
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"teacher: expected a packaged name {sorted(PACKAGED)}, folder or hub id, got {name!r} ({reason})")
+        raise DataError(
+            f"teacher: expected a packaged name {sorted(PACKAGED)}, folder or hub id, got {name!r} ({reason})"
+        ) from None
     pooling, normalize = _pooling(Path(source))
     return Teacher(model, tokenizer, name, fingerprint(model), pooling, normalize, _max_tokens(model, tokenizer), mlm)
 
@@ -79,7 +82,11 @@ def _pooling(folder: Path) -> tuple[str, bool]:
     settings = json.loads((folder / "1_Pooling" / "config.json").read_text()) if "Pooling" in types else {}
     chosen = [key for key, value in settings.items() if key.startswith("pooling_mode") and value is True]
     named = settings.get("pooling_mode") or {"pooling_mode_cls_token": "cls"}.get(chosen[0] if chosen else "", "mean")
-    if named not in POOLINGS or len(chosen) > 1 or chosen not in ([], ["pooling_mode_mean_tokens"], ["pooling_mode_cls_token"]):
+    if (
+        named not in POOLINGS
+        or len(chosen) > 1
+        or chosen not in ([], ["pooling_mode_mean_tokens"], ["pooling_mode_cls_token"])
+    ):
         raise ConfigError(f"teacher: expected pooling mean or cls, got {chosen or named}")
     return str(named), "Normalize" in types
 
