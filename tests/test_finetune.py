@@ -19,7 +19,9 @@ IDS = tiny.token_ids([24] * 32)
 
 
 def config(folder: Path, **changes: object) -> FinetuneConfig:
-    quick = FinetuneConfig(teacher=str(tiny.save_teacher(folder)), steps=30, learning_rate=3e-3, warmup=2, rank=4, density=0.2)
+    quick = FinetuneConfig(
+        teacher=str(tiny.save_teacher(folder)), steps=30, learning_rate=3e-3, warmup=2, rank=4, density=0.2
+    )
     return replace(quick, **changes)  # type: ignore[arg-type]
 
 
@@ -30,7 +32,9 @@ def test_the_student_learns_to_be_its_original(tmp_path: Path) -> None:
     assert losses[-1] < 0.6 * losses[0]
     original = load_teacher(chosen.teacher)
     trained = measure(original, student.teacher, student.attached, IDS)
-    apply_delta(student.teacher.model, {name: -part if not name.endswith(".a") else part for name, part in delta.items()})
+    apply_delta(
+        student.teacher.model, {name: -part if not name.endswith(".a") else part for name, part in delta.items()}
+    )
     untrained = measure(original, student.teacher, student.attached, IDS)
     assert trained.cosine > untrained.cosine
     assert trained.texts == len(IDS)
@@ -40,7 +44,9 @@ def test_the_scale_follows_the_density_target(tmp_path: Path) -> None:
     densities: dict[float, float] = {}
     for target in (0.1, 0.5):
         seen: list[float] = []
-        finetune(config(tmp_path / "model", density=target, steps=60), [IDS], on_step=lambda *step: seen.append(step[2]))
+        finetune(
+            config(tmp_path / "model", density=target, steps=60), [IDS], on_step=lambda *step: seen.append(step[2])
+        )
         densities[target] = sum(seen[-10:]) / 10
     assert densities[0.1] < densities[0.5]
     assert abs(densities[0.5] - 0.5) < 0.15

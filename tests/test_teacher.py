@@ -73,7 +73,9 @@ def test_empty_batches_are_refused(tmp_path: Path) -> None:
 
 def test_a_full_rank_delta_gives_the_finetuned_model_back() -> None:
     before, after, target = tiny.bert(), tiny.bert(), tiny.bert(seed=1)
-    after.load_state_dict({n: a + 0.1 * b for (n, a), b in zip(after.state_dict().items(), target.state_dict().values())})
+    after.load_state_dict(
+        {n: a + 0.1 * b for (n, a), b in zip(after.state_dict().items(), target.state_dict().values(), strict=True)}
+    )
     delta = make_delta(dict(before.named_parameters()), dict(after.named_parameters()), rank=8)
     exact = make_delta(dict(before.named_parameters()), dict(after.named_parameters()), rank=1000)
     assert sum(t.numel() for t in delta.values()) < sum(t.numel() for t in exact.values())

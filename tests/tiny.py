@@ -11,7 +11,9 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def bert_config(layers: int = 2, heads: int = 4, width: int = 32, vocabulary: int = 64, positions: int = 96) -> BertConfig:
+def bert_config(
+    layers: int = 2, heads: int = 4, width: int = 32, vocabulary: int = 64, positions: int = 96
+) -> BertConfig:
     return BertConfig(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         intermediate_size=2 * width, max_position_embeddings=positions, initializer_range=0.4,
