@@ -21,7 +21,7 @@ def entmax(z, alpha):
 
 
 def _entmax15_by_sorting(z):
-    """Peters et al. (2019), algorithm 2: the support is the longest prefix of the sorted scores whose τ is below its end."""
+    """Peters et al. (2019), algorithm 2: the longest prefix of the sorted scores whose τ is below its end."""
     x = (z - z.max()) / 2
     ordered = sorted((v for v in x if v > -np.inf), reverse=True)
     tau = None

@@ -152,8 +152,8 @@ def _distance(student: Student, original: Teacher, items: Sequence[Sequence[int]
     came = student.teacher.model(**inputs)
     pairs = list(zip(came.hidden_states[1:], expected.hidden_states[1:], strict=True))
     hidden = torch.stack([((a - b)[mask] ** 2).mean() / b[mask].var() for a, b in pairs]).mean()
-    vectors = [pool(original, output.last_hidden_state, mask) for output in (came, expected)]
-    return hidden + config.embedding_weight * (1 - torch.cosine_similarity(*vectors).mean())
+    ours, theirs = (pool(original, output.last_hidden_state, mask) for output in (came, expected))
+    return hidden + config.embedding_weight * (1 - torch.cosine_similarity(ours, theirs).mean())
 
 
 def _mlm_loss(student: Student, items: Sequence[Sequence[int]], share: float, generator: torch.Generator) -> Tensor:
@@ -212,7 +212,7 @@ def finetune(
             if student.teacher.mlm is not None:
                 loss = loss + config.mlm_weight * _mlm_loss(student, items, config.mlm_share, generator)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         smoothed = 0.8 * smoothed + 0.2 * observer.mean() if step else observer.mean()

@@ -4,6 +4,7 @@ import dataclasses
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ def finetune_command(
     out: Annotated[Path, Option(help="Folder of the artifact to write.")] = Path("runs/finetuned"),
     teacher: Annotated[str, Option(help="Packaged name, local folder or hub id.")] = DEFAULT.teacher,
     text: Annotated[list[Path] | None, Option(help="Text files beside the embedded default; may be repeated.")] = None,
-    eval_text: Annotated[list[Path] | None, Option(help="Text files to measure on; no span of them is trained on.")] = None,
+    eval_text: Annotated[list[Path] | None, Option(help="Text to measure on; no span of it is trained on.")] = None,
     form: Annotated[str, Option(help="What is trained: all, attention or lora.")] = DEFAULT.form,
     rank: Annotated[int, Option(help="Rank of the stored delta (and of LoRA).")] = DEFAULT.rank,
     steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
@@ -83,7 +84,7 @@ def _line(quality: Quality) -> str:
     return f"{figures} ({quality.texts} chunks)"
 
 
-def _train(config: FinetuneConfig, sources: list[Ids], console: Console) -> tuple[Student, dict[str, Tensor]]:
+def _train(config: FinetuneConfig, sources: Sequence[Ids], console: Console) -> tuple[Student, dict[str, Tensor]]:
     with Progress(console=console, transient=not console.is_terminal) as progress:
         bar = progress.add_task("finetune", total=config.steps)
 
