@@ -1,0 +1,294 @@
+"""`sparsefinder-train`: extract, fit, evaluate, run and finetune.
+
+A user's mistake is one line on stderr and exit code 2; Ctrl-C is one line and 130, and what is finished stays.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sparsefinder.errors import ConfigError, SparsefinderError
+from sparsefinder.faiss_choice import check_faiss_wheels
+from training.config import KINDS, ExtractConfig, FitConfig, RunConfig
+from training.finetune_cli import finetune_command
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+EXTRACT, FIT = ExtractConfig(), FitConfig()
+Option = typer.Option
+
+app = typer.Typer(
+    name="sparsefinder-train",
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train the prediction of attention: extract graphs, fit projections, measure, write an artifact.",
+)
+
+Teacher = Annotated[str, Option(help="Packaged name, local folder or hub id.")]
+Text = Annotated[list[Path] | None, Option(help="UTF-8 text file, may be repeated; none = the embedded default.")]
+Base = Annotated[
+    str | None,
+    Option("--artifact", help="Start from this artifact's teacher delta; 'none' = the teacher as it is. "
+           "Default: the shipped artifact for the teacher minilm."),
+]  # fmt: skip
+Tokens = Annotated[int, Option(min=1, help="Tokens of each instance, with the special ones.")]
+Instances = Annotated[int, Option(min=1, help="Instances to train on.")]
+Heldout = Annotated[int, Option(min=1, help="Instances to calibrate and measure on.")]
+Seed = Annotated[int, Option(help="Same seed, same artifact.")]
+ObjectiveName = Annotated[str, Option(help=f"One of {', '.join(KINDS)}.")]
+Predictor = Annotated[
+    str | None, Option("--predictor", help="How scores become pairs; default: the first that fits the objective "
+                       f"({'; '.join(f'{name}: {chr(44).join(kinds)}' for name, kinds in KINDS.items())})."),
+]  # fmt: skip
+Rank = Annotated[int, Option(min=1, help="Dimensions of the projected space.")]
+Shared = Annotated[bool, Option("--shared/--separate", help="One map for queries and keys, or one for each.")]
+Recall = Annotated[float | None, Option(help="Target recall on held-out text, between 0 and 1.")]
+Sparsity = Annotated[float | None, Option(help="Target sparsity, between 0 and 1; instead of --recall.")]
+ClusterCount = Annotated[int, Option(min=1, help="Clusters of the predictor `clusters`.")]
+Top = Annotated[int | None, Option(min=1, help="Nearest clusters of each token; default: from the target.")]
+Steps = Annotated[int, Option(min=1, help="Optimizer steps for each layer.")]
+TileSize = Annotated[int, Option(min=1, max=128, help="Query rows that share one key list.")]
+Window = Annotated[int, Option("--window", min=0, help="Window size, odd; 0 = none.")]
+Also = Annotated[list[str] | None, Option(help="Further maps to keep, such as hinge:4; may be repeated.")]
+
+
+def _friendly(command: Callable[..., None]) -> Callable[..., None]:
+    """Typed errors and Ctrl-C as one line and an exit code."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        try:
+            check_faiss_wheels()
+            command(**arguments)
+        except SparsefinderError as error:
+            _say_error(str(error))
+            raise typer.Exit(USAGE_ERROR) from None
+        except KeyboardInterrupt:
+            _say_error("interrupted; finished shards are kept, run the same command again")
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped
+
+
+@app.command()
+@_friendly
+def extract(
+    out: Annotated[Path, Option(help="Folder of the shards to write or to complete.")] = Path("runs/shards"),
+    teacher: Teacher = EXTRACT.teacher,
+    artifact: Base = None,
+    text: Text = None,
+    tokens: Tokens = EXTRACT.tokens,
+    instances: Instances = EXTRACT.instances,
+    heldout: Heldout = EXTRACT.heldout_instances,
+    seed: Seed = EXTRACT.seed,
+) -> None:
+    """Save q, k and gold edges of every layer and head; started again, it goes on where it stopped."""
+    from training.pipeline import extract_splits, open_teacher
+
+    config = _extract_config(teacher, artifact, text, tokens, instances, heldout, seed)
+    with _progress() as on_progress:
+        found = extract_splits(config, open_teacher(config), out, on_progress)
+    _say(f"{found['train']} training and {found['heldout']} held-out instances of {tokens} tokens lie in {out}")
+
+
+@app.command()
+@_friendly
+def fit(
+    data: Annotated[Path, Option(help="Folder that `extract` wrote.")] = Path("runs/shards"),
+    out: Annotated[Path, Option(help="Folder of the artifact to write.")] = Path("runs/artifact"),
+    artifact: Base = None,
+    objective: ObjectiveName = FIT.objective,
+    predictor: Predictor = None,
+    rank: Rank = FIT.rank,
+    shared: Shared = FIT.shared,
+    recall: Recall = None,
+    sparsity: Sparsity = None,
+    clusters: ClusterCount = FIT.clusters,
+    top: Top = None,
+    steps: Steps = FIT.steps,
+    tile_size: TileSize = FIT.tile_size,
+    window: Window = FIT.window_size,
+    also: Also = None,
+    seed: Seed = FIT.seed,
+) -> None:
+    """Train projections and thresholds from extracted graphs, measure them, and write an artifact."""
+    from training.extract import read_manifest
+    from training.pipeline import fit_artifact
+
+    manifest = read_manifest(data / "train")
+    base = _base(manifest["teacher"], artifact, manifest["delta"])
+    config = _fit_config(**{name: value for name, value in locals().items() if name in FIT_OPTIONS})
+    with _progress() as on_progress:
+        extracted = ExtractConfig(teacher=manifest["teacher"], artifact=base, text=tuple(manifest["text"]))
+        card, reports = fit_artifact(config, extracted, data, out, on_progress)
+    _show(reports)
+    _say(f"Artifact {card.version} lies in {out}")
+
+
+@app.command()
+@_friendly
+def run(
+    out: Annotated[Path, Option(help="Folder to write: shards/ and artifact/.")] = Path("runs/default"),
+    teacher: Teacher = EXTRACT.teacher,
+    artifact: Base = None,
+    text: Text = None,
+    tokens: Tokens = EXTRACT.tokens,
+    instances: Instances = EXTRACT.instances,
+    heldout: Heldout = EXTRACT.heldout_instances,
+    objective: ObjectiveName = FIT.objective,
+    predictor: Predictor = None,
+    rank: Rank = FIT.rank,
+    shared: Shared = FIT.shared,
+    recall: Recall = None,
+    sparsity: Sparsity = None,
+    clusters: ClusterCount = FIT.clusters,
+    top: Top = None,
+    steps: Steps = FIT.steps,
+    tile_size: TileSize = FIT.tile_size,
+    window: Window = FIT.window_size,
+    also: Also = None,
+    seed: Seed = FIT.seed,
+) -> None:
+    """Extract, fit and evaluate in one go; the artifact can be loaded into a running service."""
+    from training.pipeline import run as run_all
+
+    config = RunConfig(
+        _extract_config(teacher, artifact, text, tokens, instances, heldout, seed),
+        _fit_config(**{name: value for name, value in locals().items() if name in FIT_OPTIONS}),
+    )
+    with _progress() as on_progress:
+        card, reports = run_all(config, out, on_progress)
+    _show(reports)
+    _say(f"Artifact {card.version} lies in {out / 'artifact'}")
+
+
+@app.command()
+@_friendly
+def evaluate(
+    artifact: Annotated[Path, Option(help="Artifact to measure.")],
+    data: Annotated[Path, Option(help="Folder that `extract` wrote.")] = Path("runs/shards"),
+    json_file: Annotated[Path | None, Option("--json", help="File for the figures of every layer and head.")] = None,
+) -> None:
+    """Measure an artifact's served predictors on the held-out shards."""
+    import json
+
+    from training.pipeline import evaluate_artifact
+
+    with _progress() as on_progress:
+        reports = evaluate_artifact(artifact, data, on_progress)
+    _show(reports)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps({name: report.as_dict() for name, report in reports.items()}, indent=1))
+        _say(f"Figures of {artifact} lie in {json_file}")
+    else:
+        _say(f"Figures of {artifact}; --json FILE keeps them with every head")
+
+
+app.command("finetune")(_friendly(finetune_command))
+
+FIT_OPTIONS = (
+    "objective", "predictor", "rank", "shared", "recall", "sparsity", "clusters", "top", "steps", "tile_size", "window",
+    "also", "seed",
+)  # fmt: skip
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _extract_config(
+    teacher: str, artifact: str | None, text: list[Path] | None, tokens: int, instances: int, heldout: int, seed: int
+) -> ExtractConfig:
+    from training.pipeline import starting_artifact
+
+    return ExtractConfig(
+        teacher=teacher,
+        artifact=starting_artifact(teacher, artifact),
+        text=tuple(str(path) for path in text or ()),
+        tokens=tokens,
+        instances=instances,
+        heldout_instances=heldout,
+        seed=seed,
+    )
+
+
+def _fit_config(*, predictor: str | None, window: int, also: list[str] | None, **options: Any) -> FitConfig:
+    if options["recall"] is None and options["sparsity"] is None:
+        options |= {"recall": FIT.recall, "sparsity": FIT.sparsity}
+    return FitConfig(
+        kind=cast(Any, predictor),  # checked by FitConfig
+        window_size=window,
+        also=cast(Any, tuple(_named(text) for text in also or ())),  # checked there
+        **options,
+    )
+
+
+def _named(text: str) -> tuple[str, int]:
+    name, _, rank = text.partition(":")
+    if name not in KINDS or not rank.isdigit() or int(rank) < 1:
+        raise ConfigError(f"also: expected an objective and a rank such as hinge:4, got {text!r}")
+    return name, int(rank)
+
+
+def _base(teacher: str, asked: str | None, delta: str) -> str:
+    """The artifact whose delta the shards were made with: the one that is named, or the shipped one if it matches."""
+    from sparsefinder.artifact import load
+    from training.pipeline import starting_artifact
+
+    base = starting_artifact(teacher, asked) if delta or asked else ""
+    found = load(base).card.hash if base else ""
+    if found != delta:
+        raise ConfigError("artifact: expected the one that the shards were extracted with (pass it as --artifact)")
+    return base
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, a line for every new task elsewhere."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last = [""]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("starting", total=None)
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            bars.update(bar, description=what, completed=done, total=total)
+            if what != last[0] and not console.is_terminal:
+                console.print(f"{what} ({done} of {total})", highlight=False)
+            last[0] = what
+
+        yield on_progress
+
+
+def _show(reports: dict[Any, Any]) -> None:
+    """Figures per layer of each named set."""
+    for name, report in reports.items():
+        table = Table(title=f"set {name}, {report.instances} held-out instances", title_justify="left")
+        for heading in ("layer", *report.overall):
+            table.add_column(heading.replace("_", " "), justify="right")
+        for layer in range(len(report.empty_gold)):
+            table.add_row(str(layer), *(f"{float(values[layer]):.3f}" for values in report.layers.values()))
+        table.add_row("mean", *(f"{value:.3f}" for value in report.overall.values()))
+        Console().print(table)
+
+
+def _say(text: str) -> None:
+    Console().print(text, highlight=False, soft_wrap=True)
+
+
+def _say_error(text: str) -> None:
+    sys.stdout.flush()
+    Console(stderr=True).print(f"error: {text}", highlight=False, soft_wrap=True, markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a run is: frozen dataclasses, and functions that return a whole configuration."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from sparsefinder.errors import ConfigError
+
+Objective = Literal["hinge", "logistic", "bilinear", "listwise"]
+Kind = Literal["distance", "score", "clusters", "budget", "tiles"]
+HingeForm = Literal["pair", "sum"]
+
+# What each objective's scores can be cut by; the first is served where nothing else is asked for.
+KINDS: dict[str, tuple[Kind, ...]] = {
+    "hinge": ("distance", "clusters", "budget"),
+    "logistic": ("distance", "clusters", "budget"),
+    "bilinear": ("score", "budget"),
+    "listwise": ("tiles",),
+}
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name}: expected at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class ExtractConfig:
+    """Whose attention is extracted, on which text, and how much of it.
+
+    teacher: packaged name, folder or hub id. artifact: folder whose teacher delta, α and head scale are used; empty =
+    the teacher as it is, with entmax on its own scores. text: the user's files; none = the embedded default.
+    """
+
+    teacher: str = "minilm"
+    artifact: str = ""
+    text: tuple[str, ...] = ()
+    tokens: int = 256
+    instances: int = 96
+    heldout_instances: int = 32
+    shard_size: int = 8
+    alpha: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "instances", "heldout_instances", "shard_size"):
+            _at_least(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """How projections are trained, and how the served predictor is cut.
+
+    Exactly one of `recall` and `sparsity` is the target, a fraction, of the served set on held-out text.
+    rows: query rows of each instance in a step (tile objectives take all tiles). positive_power: weight of gold pairs,
+    see `objectives.logistic`. also: further (objective, rank) pairs to train and to keep beside the served one.
+    """
+
+    objective: Objective = "listwise"
+    kind: Kind | None = None
+    rank: int = 4
+    shared: bool = False
+    recall: float | None = None
+    sparsity: float | None = 0.85
+    clusters: int = 16
+    top: int | None = None
+    steps: int = 250
+    learning_rate: float = 2e-2
+    instances: int = 4
+    rows: int = 32
+    margin: float = 1.0
+    hinge_form: HingeForm = "pair"
+    positive_power: float = 0.5
+    mass_power: float = 0.5
+    log_distance: bool = True
+    window_size: int = 9
+    global_tokens: int = 1
+    tile_size: int = 32
+    seed: int = 0
+    also: tuple[tuple[Objective, int], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.objective not in KINDS:
+            raise ConfigError(f"objective: expected one of {', '.join(KINDS)}, got {self.objective!r}")
+        if self.kind is not None and self.kind not in KINDS[self.objective]:
+            allowed = ", ".join(KINDS[self.objective])
+            raise ConfigError(f"predictor: {self.objective} maps go with {allowed}, got {self.kind!r}")
+        if self.hinge_form not in get_args(HingeForm):
+            raise ConfigError(f"hinge_form: expected pair or sum, got {self.hinge_form!r}")
+        if (self.recall is None) == (self.sparsity is None):
+            raise ConfigError("target: expected exactly one of recall and sparsity")
+        for name in ("recall", "sparsity"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < 1.0:
+                raise ConfigError(f"{name}: expected a fraction between 0 and 1, got {value}")
+        for name in ("rank", "clusters", "steps", "instances", "rows"):
+            _at_least(name, getattr(self, name), 1)
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ConfigError(f"learning_rate: expected a number above 0, got {self.learning_rate}")
+        if self.top is not None and not 1 <= self.top <= self.clusters:
+            raise ConfigError(f"top: expected 1 to {self.clusters} clusters, got {self.top}")
+
+    @property
+    def served_kind(self) -> Kind:
+        """The kind of predictor that is served."""
+        return self.kind or KINDS[self.objective][0]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Extract, fit and evaluate in one go."""
+
+    extract: ExtractConfig = ExtractConfig()
+    fit: FitConfig = FitConfig()
+
+
+def minilm() -> RunConfig:
+    """The shipped artifact's predictors: every objective at rank 4 and 8, `listwise` at rank 8 served."""
+    also: tuple[tuple[Objective, int], ...] = tuple(
+        (objective, rank)
+        for objective in get_args(Objective)
+        for rank in (4, 8)
+        if (objective, rank) != ("listwise", 8)
+    )
+    return RunConfig(ExtractConfig(artifact="artifacts/minilm-entmax"), FitConfig(rank=8, also=also))
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A configuration as plain JSON, for manifests and cards."""
+    return dataclasses.asdict(config)

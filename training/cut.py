@@ -1,0 +1,96 @@
+"""Where a score is cut: thresholds and cluster counts read off the whole held-out recall/sparsity curve.
+
+All pairs are sorted once by score; every cut is then a point of the curve. Instances count alike, as in
+`sparsefinder.metrics`: a gold pair weighs `1 / (gold pairs of its instance)`, a legal pair `1 / (legal pairs)`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64, Shaped
+from torch import Tensor
+
+from sparsefinder.errors import DataError
+
+CURVE_POINTS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Scores of some legal pairs of one instance and head, higher = sooner kept; +inf = kept in any case.
+
+    pairs: legal pairs that each entry stands for (a tile's key stands for its rows). gold: gold pairs among them.
+    """
+
+    scores: Float[Tensor, " P"]
+    pairs: Shaped[Tensor, " P"]
+    gold: Shaped[Tensor, " P"]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Keeping all scores ≥ `threshold[p]` gives `sparsity[p]` and `recall[p]`; both fall and rise with p."""
+
+    threshold: Float64[Tensor, " P"]
+    sparsity: Float64[Tensor, " P"]
+    recall: Float64[Tensor, " P"]
+
+
+def curve(parts: Sequence[Part]) -> Curve:
+    """The whole curve over the instances of one head (or of several heads that share a threshold).
+
+    Between two neighbouring scores the threshold is their mean, so that rounding cannot move a pair across it; equal
+    scores are kept together. Parts without gold pairs count for sparsity alone.
+
+    Raises:
+        DataError: no pair at all, or no gold pair.
+    """
+    total = sum(int(part.gold.sum()) for part in parts)
+    if not total:
+        raise DataError("calibration: expected at least one gold pair on held-out text, got none")
+    with_gold = sum(bool(part.gold.any()) for part in parts)
+    scores = torch.cat([part.scores.double() for part in parts])
+    pair_weight = torch.cat([part.pairs.double() / part.pairs.sum() for part in parts]) / len(parts)
+    gold_weight = torch.cat([part.gold.double() / max(int(part.gold.sum()), 1) for part in parts]) / with_gold
+    scores, order = scores.sort(descending=True)
+    density, recall = pair_weight[order].cumsum(0), gold_weight[order].cumsum(0)
+    last = torch.ones_like(scores, dtype=torch.bool)
+    last[:-1] = scores[:-1] != scores[1:]
+    at = last.nonzero().squeeze(-1)
+    value = scores[at]
+    below = torch.cat([value[1:], value[-1:] - 1])
+    middle = torch.where(torch.isinf(value), below + 1, (value + below) / 2)
+    # Two neighbouring floats have no mean between them: then the upper one itself is the threshold.
+    threshold = torch.where(torch.isinf(value) | (middle > below), middle, value)
+    return Curve(threshold, (1 - density[at]).clamp(0, 1), recall[at].clamp(0, 1))
+
+
+def cut_at(curve: Curve, *, recall: float | None = None, sparsity: float | None = None) -> int:
+    """The point of the curve that meets the target: the sparsest with at least this recall, or the one with the most
+    recall that is at least this sparse (the sparsest of all where none is)."""
+    if recall is not None:
+        enough = (curve.recall >= recall - 1e-12).nonzero().squeeze(-1)
+        return int(enough[0]) if enough.numel() else curve.recall.shape[0] - 1
+    if sparsity is None:
+        raise DataError("calibration: expected a recall or a sparsity target")
+    sparse = (curve.sparsity >= sparsity - 1e-12).nonzero().squeeze(-1)
+    return int(sparse[-1]) if sparse.numel() else 0
+
+
+def threshold_at(curve: Curve, *, recall: float | None = None, sparsity: float | None = None) -> float:
+    """The threshold of `cut_at`."""
+    return float(curve.threshold[cut_at(curve, recall=recall, sparsity=sparsity)])
+
+
+def recalls_at(curve: Curve, sparsities: Sequence[float] = CURVE_POINTS) -> list[float]:
+    """Recall at each sparsity, linear between the points of the curve (a coarse curve, such as a window's, has few)."""
+    x = torch.cat([torch.ones(1, dtype=torch.float64), curve.sparsity])
+    y = torch.cat([torch.zeros(1, dtype=torch.float64), curve.recall])
+    values = []
+    for sparsity in sparsities:
+        right = min(int((x >= sparsity).sum()), x.shape[0] - 1)
+        low, high = float(x[right]), float(x[right - 1])
+        share = 0.0 if high == low else (high - sparsity) / (high - low)
+        values.append(float(y[right - 1]) + min(max(share, 0.0), 1.0) * float(y[right] - y[right - 1]))
+    return values

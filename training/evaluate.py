@@ -1,0 +1,72 @@
+"""Held-out figures of predictors, through `sparsefinder.metrics`: of the plan that is computed, and of the pattern."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sparsefinder.errors import DataError
+from sparsefinder.metrics import HeadCounts, Report, SetName, counts, join, summarize
+from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.legal import legal_from_mask
+from sparsefinder.predictors import Predictor, Tiles, layer_pattern, layer_plan
+from training.extract import LayerData, read_layer, read_manifest
+from training.fit import measuring_items
+
+BATCH = 4
+
+OnLayer = Callable[[int, int], None]
+
+
+def evaluate(
+    heldout: Path,
+    predictors: Sequence[Predictor],
+    positional: Pattern,
+    tile_size: int,
+    set_name: SetName = "plan",
+    instances: int | None = None,
+    on_layer: OnLayer = lambda done, total: None,
+) -> Report:
+    """Figures of the named set (predicted ∪ positional) on the held-out instances that no cut was chosen on.
+
+    Raises:
+        DataError: the split is missing, or has another number of layers than the predictors.
+        PatternError: the set `pattern` of a tile predictor, which has none.
+    """
+    manifest = read_manifest(heldout)
+    if manifest["layers"] != len(predictors):
+        raise DataError(f"evaluate: expected shards of {len(predictors)} layers, got {manifest['layers']}")
+    items = measuring_items(manifest["instances"], instances)
+    layers = []
+    for layer, predictor in enumerate(predictors):
+        data = read_layer(heldout, layer, manifest)
+        layers.append(layer_counts(data, predictor, positional, tile_size, set_name, items, layer))
+        on_layer(layer + 1, len(predictors))
+    return summarize(layers)
+
+
+def layer_counts(
+    data: LayerData,
+    predictor: Predictor,
+    positional: Pattern,
+    tile_size: int,
+    set_name: SetName,
+    items: Sequence[int],
+    layer: int = 0,
+) -> HeadCounts:
+    """Counts of one layer over the given instances, a few at a time."""
+    parts = []
+    for start in range(0, len(items), BATCH):
+        chosen = list(items[start : start + BATCH])
+        q, k = data.q[chosen], data.k[chosen]
+        legal = legal_from_mask(data.mask[chosen], data.causal)
+        if set_name == "plan":
+            kept = layer_plan(predictor, q, k, legal, positional, tile_size)
+            parts.append(counts(q, k, kept, legal, data.alpha, data.scale, layer=layer))
+        else:
+            pattern = layer_pattern(predictor, q, k, legal, positional)
+            parts.append(counts(q, k, pattern, legal, data.alpha, data.scale, layer=layer))
+    return join(parts)
+
+
+def has_pattern(predictors: Sequence[Predictor]) -> bool:
+    """Whether there is a set `pattern` beside the plan: tile predictors have none."""
+    return not any(isinstance(predictor, Tiles) for predictor in predictors)

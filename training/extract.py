@@ -1,0 +1,224 @@
+"""What a teacher's attention looks at: q, k and gold edges of every layer and head, in shards that can be resumed.
+
+A folder of one split holds `manifest.json` and `shard-00000.safetensors` …; each shard `q.<layer>` `[I, H, N, D]`,
+`k.<layer>` `[I, Hkv, N, D]` (float32), `mask` `[I, N]` (True = real token) and the gold edges in the layout of
+`sparsefinder.edges` (`gold_offsets.<layer>`, `gold_flat.<layer>`, int32). A shard appears whole or not at all.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsefinder.edges import Edges, gold_edges
+from sparsefinder.errors import ConfigError, DataError
+from sparsefinder.hf import Attached, LayerCall
+from sparsefinder.teacher import Teacher, batch
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+
+OnShard = Callable[[int, int], None]  # (shards that are done, shards in all)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerData:
+    """One layer of a split: what its attention sees, and what it looks at."""
+
+    q: Float[Tensor, "I H N D"]
+    k: Float[Tensor, "I Hkv N D"]
+    mask: Bool[Tensor, "I N"]
+    edges: Edges
+    causal: bool
+    alpha: float
+    scale: Float[Tensor, " H"]
+
+
+def make_manifest(
+    teacher: Teacher, attached: Attached, chunks: Sequence[Sequence[int]], *, split: str, shard_size: int, **about: Any
+) -> dict[str, Any]:
+    """What decides the content of the shards; a folder with another manifest is never mixed with this one."""
+    config = teacher.model.config
+    heads = int(config.num_attention_heads)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "teacher": teacher.name,
+        "teacher_fingerprint": teacher.fingerprint,
+        "alpha": attached.alpha,
+        "head_scale": [[round(float(x), 6) for x in row] for row in attached.head_scale],
+        "layers": int(config.num_hidden_layers),
+        "heads": heads,
+        "kv_heads": int(getattr(config, "num_key_value_heads", heads)),
+        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "split": split,
+        "instances": len(chunks),
+        "tokens": max(map(len, chunks)),
+        "shard_size": shard_size,
+        **about,
+    }
+
+
+def extract(
+    teacher: Teacher,
+    attached: Attached,
+    chunks: Sequence[Sequence[int]],
+    folder: Path,
+    manifest: dict[str, Any],
+    on_shard: OnShard = lambda done, total: None,
+) -> int:
+    """Write the missing shards of `chunks` (token ids) to `folder`; returns how many were written now.
+
+    Raises:
+        DataError: no chunk, or the folder cannot be written.
+        ConfigError: the folder holds shards of another configuration.
+    """
+    if not chunks:
+        raise DataError("extract: expected at least one chunk of text, got none")
+    _claim(folder, manifest)
+    parts = list(_parts(chunks, manifest["shard_size"]))
+    written = 0
+    for number, part in enumerate(parts):
+        path = folder / shard_name(number)
+        if not path.exists():
+            tensors = extract_batch(teacher, attached, part, manifest["tokens"])
+            _write_shard(path, tensors)
+            written += 1
+        on_shard(number + 1, len(parts))
+    return written
+
+
+@torch.no_grad()
+def extract_batch(
+    teacher: Teacher, attached: Attached, chunks: Sequence[Sequence[int]], tokens: int
+) -> dict[str, Tensor]:
+    """The tensors of one shard: the model runs `dense`, and every layer is seen on its way."""
+    ids, mask = batch(teacher, chunks)
+    missing = tokens - ids.shape[1]
+    ids, mask = torch.nn.functional.pad(ids, (0, missing)), torch.nn.functional.pad(mask, (0, missing))
+    found: dict[str, Tensor] = {"mask": mask.cpu()}
+
+    def observe(call: LayerCall) -> None:
+        if call.legal.causal:
+            found["causal"] = torch.ones(1, dtype=torch.bool)
+        q, k = call.q.detach().float().cpu(), call.k.detach().float().cpu()
+        edges = gold_edges(q, k, call.legal, call.alpha, call.scale)
+        found[f"q.{call.layer}"], found[f"k.{call.layer}"] = q.contiguous(), k.contiguous()
+        found[f"scale.{call.layer}"] = call.scale.detach().float().cpu().contiguous()
+        found[f"gold_offsets.{call.layer}"] = edges.offsets.cpu()
+        found[f"gold_flat.{call.layer}"] = edges.flat.to(torch.int32).cpu()  # i * M + j stays far below 2**31
+
+    with attached.using("dense", observe=observe):
+        teacher.model(input_ids=ids, attention_mask=mask.long())
+    return found
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a complete split.
+
+    Raises:
+        DataError: there is none, it is no manifest of this version, or shards are missing.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except OSError:
+        raise DataError(f"{folder}: expected {MANIFEST} (run `sparsefinder-train extract` first)") from None
+    except ValueError:
+        raise DataError(f"{folder / MANIFEST}: expected JSON") from None
+    if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
+        raise DataError(f"{folder / MANIFEST}: expected schema_version {SCHEMA_VERSION}")
+    total = -(-manifest["instances"] // manifest["shard_size"])
+    missing = [number for number in range(total) if not (folder / shard_name(number)).is_file()]
+    if missing:
+        raise DataError(f"{folder}: expected {total} shards, {len(missing)} are missing (run the same extract again)")
+    return manifest
+
+
+def read_layer(folder: Path, layer: int, manifest: dict[str, Any] | None = None) -> LayerData:
+    """One layer of all the shards of a split.
+
+    Raises:
+        DataError: the split is incomplete, or a shard is damaged (delete it and extract again).
+    """
+    manifest = manifest or read_manifest(folder)
+    total = -(-manifest["instances"] // manifest["shard_size"])
+    parts: list[dict[str, Tensor]] = []
+    for number in range(total):
+        path = folder / shard_name(number)
+        names = [f"{kind}.{layer}" for kind in ("q", "k", "scale", "gold_offsets", "gold_flat")]
+        try:
+            with safe_open(path, "pt") as shard:
+                keys = set(shard.keys())
+                part = {name.split(".")[0]: shard.get_tensor(name) for name in names}
+                parts.append(part | {"mask": shard.get_tensor("mask"), "causal": torch.tensor("causal" in keys)})
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: damaged, delete it and extract again ({error})") from None
+    q, k, mask = (torch.cat([part[name] for part in parts]) for name in ("q", "k", "mask"))
+    edges = _join_edges(parts, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    return LayerData(q, k, mask, edges, bool(parts[0]["causal"]), float(manifest["alpha"]), parts[0]["scale"])
+
+
+def shard_name(number: int) -> str:
+    """The file name of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def _join_edges(parts: Sequence[dict[str, Tensor]], shape: tuple[int, int, int, int]) -> Edges:
+    offsets = [torch.zeros(1, dtype=torch.int64)]
+    for part in parts:
+        offsets.append(part["gold_offsets"][1:] + offsets[-1][-1])
+    return Edges(torch.cat(offsets), torch.cat([part["gold_flat"] for part in parts]).long(), shape)
+
+
+def _parts(chunks: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
+    for start in range(0, len(chunks), size):
+        yield chunks[start : start + size]
+
+
+def _claim(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest into a new folder, or make sure that the folder's is the same."""
+    path = folder / MANIFEST
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            wanted = json.loads(json.dumps(manifest))
+            different = sorted(name for name in {*known, *wanted} if known.get(name) != wanted.get(name))
+            if different:
+                raise ConfigError(
+                    f"{folder}: holds shards of another configuration ({', '.join(different)} differ); "
+                    "delete the folder or choose another --out"
+                )
+            return
+        _write_text(path, json.dumps(manifest, indent=1, sort_keys=True))
+    except OSError as error:
+        raise DataError(f"{folder}: expected a folder that can be written, got {error.strerror or error}") from None
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{path}: expected a manifest; delete the folder or choose another --out") from None
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary)
+        temporary.replace(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: cannot be written ({error})") from None
+    finally:
+        temporary.unlink(missing_ok=True)  # also after Ctrl-C

@@ -1,0 +1,231 @@
+"""From extracted graphs to predictors: maps, centroids, thresholds, and the artifact that holds them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsefinder.errors import DataError
+from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.positional import GlobalTokens, window
+from sparsefinder.predictors import Clusters, Distance, Predictor, Projections, RowBudget, Score, Tiles, mixed_share
+from sparsefinder.predictors.projections import expand_heads, project_keys, project_queries
+from training.config import FitConfig, Objective
+from training.cut import CURVE_POINTS, Curve, curve, recalls_at, threshold_at
+from training.extract import LayerData, read_layer, read_manifest
+from training.kmeans import kmeans
+from training.maps import head_samples
+from training.scores import cluster_parts, legal_of, pair_parts, tile_parts
+from training.train_maps import Trained, train_layer
+
+CALIBRATION_INSTANCES = 8  # every other held-out instance, at most so many; the rest is for measuring
+
+OnProgress = Callable[[str, int, int], None]  # (what is being trained, steps that are done, steps in all)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """The served predictors of every layer, all the named maps, and what was seen on the way."""
+
+    layers: tuple[Predictor, ...]
+    projections: Mapping[str, tuple[Projections, ...]]
+    centroids: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    thresholds: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """One layer of one objective, cut: the predictor (None for tiles, which all layers cut alike) and its curve."""
+
+    predictor: Predictor | None
+    curves: list[Curve]
+    mixed: list[float] | None = None
+
+
+def name_of(objective: Objective, rank: int) -> str:
+    """The name of a set of maps in an artifact, such as `hinge-r4`."""
+    return f"{objective}-r{rank}"
+
+
+def positional_of(config: FitConfig) -> Pattern:
+    """What is added to every prediction."""
+    return window(config.window_size) | GlobalTokens(config.global_tokens)
+
+
+def calibration_items(instances: int) -> list[int]:
+    """Held-out instances that cuts are chosen on: the even ones, at most eight."""
+    return list(range(0, instances, 2))[:CALIBRATION_INSTANCES]
+
+
+def measuring_items(instances: int, count: int | None = None) -> list[int]:
+    """Held-out instances that figures come from: the odd ones, or the only one."""
+    return (list(range(1, instances, 2)) or [0])[:count]
+
+
+def fit(
+    train: Path, heldout: Path, config: FitConfig, on_progress: OnProgress = lambda what, done, total: None
+) -> Fitted:
+    """Train every (objective, rank) that the configuration names, layer after layer, and cut them on held-out text.
+
+    Raises:
+        DataError: the splits are missing, of different teachers, or too small for the clusters.
+    """
+    manifest = _same_teacher(read_manifest(train), read_manifest(heldout))
+    wanted = list(dict.fromkeys([(config.objective, config.rank), *config.also]))
+    trained: dict[str, list[Trained]] = {name_of(*pair): [] for pair in wanted}
+    cuts: dict[str, list[_Cut]] = {name: [] for name in trained}
+    total = manifest["layers"] * len(wanted) * config.steps
+    done = 0
+    for layer in range(manifest["layers"]):
+        data, held = read_layer(train, layer), read_layer(heldout, layer)
+        for objective, rank in wanted:
+            name = name_of(objective, rank)
+
+            def on_step(what: str = f"{name}, layer {layer}") -> None:
+                nonlocal done
+                done += 1
+                on_progress(what, done, total)
+
+            own = _own_config(config, objective, rank)
+            trained[name].append(train_layer(data, own, objective, rank, layer, on_step))
+            cuts[name].append(_cut(trained[name][-1], data, held, own))
+    return _assemble(config, wanted, trained, cuts)
+
+
+def fit_clusters(
+    projections: Projections, data: LayerData, clusters: int, seed: int, top: int = 1
+) -> tuple[Clusters, Float[Tensor, " H"]]:
+    """k-means on projected queries and keys, pooled per head, padding dropped; and the share of mixed clusters.
+
+    Raises:
+        DataError: fewer queries and keys than clusters.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = 256 * clusters
+    q = project_queries(projections, head_samples(data.q, data.mask, tokens, generator)[None])[0]
+    keys = expand_heads(head_samples(data.k, data.mask, tokens, generator)[None], projections.heads)
+    k = project_keys(projections, keys)[0]
+    centroids = torch.stack([kmeans(torch.cat([q[h], k[h]]), clusters, seed) for h in range(projections.heads)])
+    fitted = Clusters(projections, centroids, torch.full((projections.heads,), top))
+    few = slice(0, 4)
+    legal = replace(legal_of(data, 0), query_real=data.mask[few], key_real=data.mask[few])
+    return fitted, mixed_share(fitted, data.q[few], data.k[few], legal)
+
+
+def _own_config(config: FitConfig, objective: Objective, rank: int) -> FitConfig:
+    """The configuration for one of the named maps; only the served one keeps its special kind."""
+    served = (objective, rank) == (config.objective, config.rank)
+    return replace(config, objective=objective, rank=rank, kind=config.kind if served else None, also=())
+
+
+def _same_teacher(train: dict[str, Any], heldout: dict[str, Any]) -> dict[str, Any]:
+    for name in ("teacher_fingerprint", "delta", "alpha", "head_scale", "layers", "heads", "head_dim"):
+        if train.get(name) != heldout.get(name):
+            raise DataError(f"fit: expected training and held-out shards of one teacher, their {name} differ")
+    return train
+
+
+def _cut(trained: Trained, data: LayerData, held: LayerData, config: FitConfig) -> _Cut:
+    items, positional = calibration_items(held.q.shape[0]), positional_of(config)
+    target = {"recall": config.recall, "sparsity": config.sparsity}
+    maps, kind = trained.projections, config.served_kind
+    if kind == "tiles":
+        tiles = Tiles(maps, threshold=0.0, distance_weight=trained.distance_weight)
+        parts = tile_parts(tiles, held, items, positional, config.tile_size)
+        return _Cut(None, [curve(head) for head in parts])
+    if kind == "clusters":
+        clusters, mixed = fit_clusters(maps, data, config.clusters, config.seed)
+        curves = [curve(head) for head in cluster_parts(clusters, held, items, positional)]
+        tops = [_top(c, config.clusters, target) if config.top is None else config.top for c in curves]
+        return _Cut(replace(clusters, top_k=torch.tensor(tops)), curves, mixed.tolist())
+    curves = [curve(head) for head in pair_parts(maps, held, items, positional, budget=kind == "budget")]
+    cuts = torch.tensor([threshold_at(c, **target) for c in curves])
+    if kind == "budget":
+        return _Cut(RowBudget(maps, min(max(-float(cuts.mean()), 1e-6), 1.0)), curves)
+    if kind == "score":
+        return _Cut(Score(maps, cuts), curves)
+    return _Cut(Distance(maps, (-cuts).clamp(min=0).sqrt()), curves)
+
+
+def _top(c: Curve, clusters: int, target: Mapping[str, float | None]) -> int:
+    """Thresholds lie between whole numbers of clusters, and an infinite one keeps what is positional alone."""
+    return min(max(int(-threshold_at(c, **target)), 1), clusters)
+
+
+def _assemble(
+    config: FitConfig,
+    wanted: list[tuple[Objective, int]],
+    trained: dict[str, list[Trained]],
+    cuts: dict[str, list[_Cut]],
+) -> Fitted:
+    served_name = name_of(config.objective, config.rank)
+    thresholds: dict[str, tuple[Tensor, ...]] = {}
+    centroids: dict[str, tuple[Tensor, ...]] = {}
+    layers: tuple[Predictor, ...] = ()
+    figures: dict[str, Any] = {"loss": {}, "mixed_clusters": {}, "recall_at_sparsity": {}}
+    for objective, rank in wanted:
+        name = name_of(objective, rank)
+        predictors = _predictors(config, trained[name], cuts[name])
+        for predictor in predictors:
+            if isinstance(predictor, Distance | Score):
+                thresholds[name] = (*thresholds.get(name, ()), predictor.threshold)
+            elif isinstance(predictor, Clusters):
+                centroids[name] = (*centroids.get(name, ()), predictor.centroids)
+            elif isinstance(predictor, Tiles):
+                thresholds |= _tile_thresholds(name, thresholds, predictor)
+        layers = predictors if name == served_name else layers
+        figures["loss"][name] = [float(part.losses[-10:].mean()) for part in trained[name]]
+        figures["recall_at_sparsity"][name] = _curve_figures(cuts[name])
+        if cuts[name][0].mixed is not None:
+            figures["mixed_clusters"][name] = [cut.mixed for cut in cuts[name]]
+    projections = {name: tuple(part.projections for part in parts) for name, parts in trained.items()}
+    return Fitted(layers, projections, centroids, thresholds, figures)
+
+
+def _predictors(config: FitConfig, trained: list[Trained], cuts: list[_Cut]) -> tuple[Predictor, ...]:
+    if all(cut.predictor is not None for cut in cuts):
+        return tuple(cut.predictor for cut in cuts if cut.predictor is not None)
+    shared = _shared_threshold(cuts, {"recall": config.recall, "sparsity": config.sparsity})
+    return tuple(Tiles(part.projections, shared, distance_weight=part.distance_weight) for part in trained)
+
+
+def _shared_threshold(cuts: list[_Cut], target: Mapping[str, float | None]) -> float:
+    """One threshold for all heads and layers on the normalised score (design, section 5.3), by bisection on the mean
+    of the heads' curves."""
+    curves = [c for cut in cuts for c in cut.curves]
+    low, high = -50.0, 1.0  # scores are logarithms of shares
+    for _ in range(40):
+        middle = (low + high) / 2
+        sparsity, recall = _mean_at(curves, middle)
+        wanted = target["recall"]
+        too_sparse = recall < wanted if wanted is not None else sparsity >= (target["sparsity"] or 0.0)
+        low, high = (low, middle) if too_sparse else (middle, high)
+    return low if target["recall"] is not None else high
+
+
+def _mean_at(curves: list[Curve], threshold: float) -> tuple[float, float]:
+    sparsity, recall = 0.0, 0.0
+    for c in curves:
+        at = int((c.threshold >= threshold).sum()) - 1
+        sparsity += float(c.sparsity[at]) if at >= 0 else 1.0
+        recall += float(c.recall[at]) if at >= 0 else 0.0
+    return sparsity / len(curves), recall / len(curves)
+
+
+def _tile_thresholds(name: str, known: Mapping[str, tuple[Tensor, ...]], tiles: Tiles) -> dict[str, tuple[Tensor, ...]]:
+    heads = tiles.projections.heads
+    weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
+    added = {name: torch.full((heads,), tiles.threshold or 0.0), f"{name}-distance": weight}
+    return {key: (*known.get(key, ()), tensor) for key, tensor in added.items()}
+
+
+def _curve_figures(cuts: list[_Cut]) -> dict[str, Any]:
+    """Recall at each sparsity, mean over heads, per layer: the calibration curve of the card."""
+    table = [[recalls_at(c) for c in cut.curves] for cut in cuts]
+    means = torch.tensor(table, dtype=torch.float64).mean(1)
+    return {"sparsity": list(CURVE_POINTS), "recall": [[round(x, 4) for x in row] for row in means.tolist()]}

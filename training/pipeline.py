@@ -1,0 +1,210 @@
+"""The steps of the command line as functions: open a teacher, extract its splits, fit, measure, write an artifact."""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sparsefinder.artifact import Artifact, Card, load, save
+from sparsefinder.attach_artifact import attach_artifact
+from sparsefinder.errors import ArtifactError, DataError
+from sparsefinder.hf import Attached, attach
+from sparsefinder.metrics import Report, SetName
+from sparsefinder.patterns.positional import GlobalTokens, window
+from sparsefinder.shipped import default_artifact
+from sparsefinder.teacher import Teacher, load_teacher
+from training.config import ExtractConfig, FitConfig, RunConfig, as_dict
+from training.corpus import chunk_tokens, default_texts, read_texts, split_texts, text_hash
+from training.evaluate import evaluate, has_pattern
+from training.extract import extract, make_manifest, read_manifest
+from training.fit import Fitted, fit, name_of, positional_of
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, Split] = ("train", "heldout")
+CHARACTERS_PER_TOKEN = 8  # more than any text needs: how much default text is read for so many tokens
+
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A teacher with our attention in it, and the artifact its delta came from (None = the teacher as it is)."""
+
+    teacher: Teacher
+    attached: Attached
+    artifact: Artifact | None
+
+
+def open_teacher(config: ExtractConfig) -> Opened:
+    """Load the teacher, with the delta, α and head scale of `config.artifact` where one is named.
+
+    Raises:
+        ArtifactError, DataError, IncompatibleModelError: what cannot be loaded, or does not fit.
+    """
+    if not config.artifact:
+        teacher = load_teacher(config.teacher)
+        return Opened(teacher, attach(teacher.model, alpha=config.alpha), None)
+    artifact = load(config.artifact)
+    teacher = load_teacher(config.teacher)
+    return Opened(teacher, attach_artifact(teacher, artifact), artifact)
+
+
+def starting_artifact(teacher: str, asked: str | None) -> str:
+    """The artifact whose delta is used: the one asked for, `none`, or the shipped one where the teacher is `minilm`."""
+    if asked is not None:
+        return "" if asked == "none" else asked
+    try:
+        return str(default_artifact()) if teacher == "minilm" else ""
+    except ArtifactError:
+        return ""
+
+
+def texts_of(config: ExtractConfig) -> dict[Split, list[str]]:
+    """Training and held-out text: the user's files, or the embedded default."""
+    if config.text:
+        train, heldout = split_texts(read_texts(config.text))
+        return {"train": train, "heldout": heldout}
+    need = max(config.instances, config.heldout_instances) * config.tokens * CHARACTERS_PER_TOKEN
+    return {"train": default_texts("train", min(max(need // 20, 20_000), 200_000)), "heldout": default_texts("heldout")}
+
+
+def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progress: OnProgress) -> dict[Split, int]:
+    """Shards of both splits in `folder/train` and `folder/heldout`; returns the instances of each.
+
+    Raises:
+        DataError: too little text for one training and one held-out instance, or a folder that cannot be written.
+        ConfigError: the folder holds shards of another configuration.
+    """
+    texts, found = texts_of(config), {}
+    for split, wanted in zip(SPLITS, (config.instances, config.heldout_instances), strict=True):
+        if not texts[split]:
+            raise DataError(f"text: expected enough for training and held-out instances, nothing is left for {split}")
+        chunks = _spread(chunk_tokens(opened.teacher, texts[split], config.tokens), wanted, config.seed)
+        about = {
+            "text_sha256": text_hash(texts[split]),
+            "seed": config.seed,
+            "text": list(config.text),
+            "delta": opened.artifact.card.hash if opened.artifact else "",
+        }
+        manifest = make_manifest(
+            opened.teacher, opened.attached, chunks, split=split, shard_size=config.shard_size, **about
+        )  # fmt: skip
+        step = _step(on_progress, f"extract {split}")
+        extract(opened.teacher, opened.attached, chunks, folder / split, manifest, step)
+        found[split] = len(chunks)
+    return found
+
+
+def fit_artifact(
+    config: FitConfig, extract_config: ExtractConfig, shards: Path, out: Path, on_progress: OnProgress
+) -> tuple[Card, dict[SetName, Report]]:
+    """Fit on extracted shards, measure on held-out instances, write the artifact; the delta is taken along.
+
+    Raises:
+        DataError: shards that are missing, incomplete or too few. ArtifactError: the artifact cannot be written.
+    """
+    started = time.perf_counter()
+    fitted = fit(shards / "train", shards / "heldout", config, on_progress)
+    reports = measure(shards / "heldout", fitted, config, on_progress)
+    base = load(extract_config.artifact) if extract_config.artifact else None
+    card = _card(config, extract_config, read_manifest(shards / "train"), base, fitted, reports)
+    card = replace(card, training={**card.training, "seconds": round(time.perf_counter() - started, 1)})
+    parts = (fitted.layers, fitted.projections, fitted.centroids, fitted.thresholds)
+    return save(out, Artifact(card, *parts, delta=base.delta if base else {})), reports
+
+
+def measure(heldout: Path, fitted: Fitted, config: FitConfig, on_progress: OnProgress) -> dict[SetName, Report]:
+    """Both named sets of the served predictors, the pattern where there is one."""
+    names: list[SetName] = ["plan", "pattern"] if has_pattern(fitted.layers) else ["plan"]
+    step, positional = _step(on_progress, "evaluate"), positional_of(config)
+    return {
+        name: evaluate(heldout, fitted.layers, positional, config.tile_size, name, on_layer=step) for name in names
+    }  # fmt: skip
+
+
+def evaluate_artifact(path: Path, shards: Path, on_progress: OnProgress) -> dict[SetName, Report]:
+    """Both named sets of an artifact's served predictors on the held-out shards.
+
+    Raises:
+        ArtifactError, DataError: what is missing, or of another teacher.
+    """
+    artifact = load(path)
+    manifest = read_manifest(shards / "heldout")
+    if manifest["teacher_fingerprint"] != artifact.card.teacher_fingerprint:
+        raise DataError(f"{shards}: expected shards of the artifact's teacher, got those of another model")
+    positional = window(artifact.card.window_size) | GlobalTokens(artifact.card.global_tokens)
+    names: list[SetName] = ["plan", "pattern"] if has_pattern(artifact.layers) else ["plan"]
+    size, step = artifact.card.tile_size, _step(on_progress, "evaluate")
+    return {
+        name: evaluate(shards / "heldout", artifact.layers, positional, size, name, on_layer=step) for name in names
+    }  # fmt: skip
+
+
+def run(config: RunConfig, out: Path, on_progress: OnProgress) -> tuple[Card, dict[SetName, Report]]:
+    """Extract to `out/shards`, fit, evaluate, and write the artifact to `out/artifact`."""
+    extract_splits(config.extract, open_teacher(config.extract), out / "shards", on_progress)
+    return fit_artifact(config.fit, config.extract, out / "shards", out / "artifact", on_progress)
+
+
+def _step(on_progress: OnProgress, what: str) -> Callable[[int, int], None]:
+    return lambda done, total: on_progress(what, done, total)
+
+
+def _spread(chunks: list[list[int]], wanted: int, seed: int) -> list[list[int]]:
+    """At most `wanted` chunks, drawn without replacement, in the order of the text."""
+    order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed))[:wanted]
+    return [chunks[i] for i in order.sort().values.tolist()]
+
+
+def _card(
+    config: FitConfig,
+    extract_config: ExtractConfig,
+    manifest: dict[str, Any],
+    base: Artifact | None,
+    fitted: Fitted,
+    reports: dict[SetName, Report],
+) -> Card:
+    calibration: dict[str, Any] = {str(name): report.as_dict() for name, report in reports.items()}
+    training = dict(base.card.training) if base else {}
+    training["fit"] = {
+        "command": shlex.join(["sparsefinder-train", *sys.argv[1:]]),
+        "extract": as_dict(extract_config),
+        "config": as_dict(config),
+        "text_sha256": manifest["text_sha256"],
+        "instances": manifest["instances"],
+        "figures": {name: value for name, value in fitted.figures.items() if name != "recall_at_sparsity"},
+    }
+    return Card(
+        teacher=manifest["teacher"],
+        teacher_fingerprint=manifest["teacher_fingerprint"],
+        layers=manifest["layers"],
+        heads=manifest["heads"],
+        kv_heads=manifest["kv_heads"],
+        head_dim=manifest["head_dim"],
+        alpha=manifest["alpha"],
+        head_scale=tuple(tuple(row) for row in manifest["head_scale"]),
+        objective=config.objective,
+        served=f"{name_of(config.objective, config.rank)} {config.served_kind}",
+        window_size=config.window_size,
+        global_tokens=config.global_tokens,
+        tile_size=config.tile_size,
+        calibration={**calibration, "curve": fitted.figures["recall_at_sparsity"], "tokens": manifest["tokens"]},
+        training=training,
+        libraries=_libraries(),
+    )
+
+
+def _libraries() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "entmax", "numba", "faiss-cpu", "faiss-gpu", "scikit-learn"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,165 @@
+"""The training loop: Adam on the maps of one layer, all heads at once, from extracted graphs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparsefinder.edges import edges_matrix
+from sparsefinder.entmax import entmax
+from sparsefinder.errors import DataError
+from sparsefinder.predictors import Projections, tile_means, tile_scores
+from sparsefinder.predictors.projections import expand_heads, project_keys, project_queries
+from training.config import FitConfig, Objective
+from training.extract import LayerData
+from training.maps import Form, Maps, Start, as_projections, detached, head_samples, start_maps
+from training.objectives import hinge, listwise, logistic, squared_distances, tile_targets
+
+SAMPLES = 4096  # tokens that the start is computed from
+LEAST_RATE = 0.05  # of the learning rate, at the end of the cosine
+
+OnStep = Callable[[], None]
+FORMS: dict[str, Form] = {"hinge": "metric", "logistic": "metric", "bilinear": "bilinear", "listwise": "bilinear"}
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """Maps of one layer, the tile predictor's weight of log-distance, and the mean loss per head of every step."""
+
+    projections: Projections
+    distance_weight: Float[Tensor, " H"] | None
+    losses: Float[Tensor, "steps H"]
+
+
+def train_layer(
+    data: LayerData, config: FitConfig, objective: Objective, rank: int, layer: int = 0, on_step: OnStep = lambda: None
+) -> Trained:
+    """Train the maps of one layer. The same data, configuration and layer give the same maps, bit by bit.
+
+    Raises:
+        DataError: there is no gold pair to learn from.
+    """
+    if data.edges.flat.shape[0] == 0:
+        raise DataError("fit: expected at least one gold pair to learn from, got none")
+    generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) + 1009 * layer + rank)
+    form = FORMS[objective]
+    tiles = _TileData(data, config) if objective == "listwise" else None
+    maps = _start(data, tiles, config, objective, rank, generator)
+    trainable = list(maps.values())
+    optimizer = torch.optim.Adam(trainable, lr=config.learning_rate)
+    losses = []
+    for step in range(config.steps):
+        rate = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+        optimizer.param_groups[0]["lr"] = config.learning_rate * (LEAST_RATE + (1 - LEAST_RATE) * rate)
+        projections = as_projections(maps, form)
+        if tiles is not None:
+            loss = tiles.loss(projections, maps.get("distance_weight"), config, generator)
+        else:
+            loss = _pair_loss(data, projections, maps["offset"], config, objective, generator)
+        optimizer.zero_grad()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.detach())
+        on_step()
+    weight = maps.get("distance_weight")
+    kept = detached(as_projections(maps, form))
+    return Trained(kept, None if weight is None else weight.detach().clone(), torch.stack(losses))
+
+
+def _start(
+    data: LayerData,
+    tiles: "_TileData | None",
+    config: FitConfig,
+    objective: Objective,
+    rank: int,
+    generator: torch.Generator,
+) -> Maps:
+    heads = data.q.shape[1]
+    q = head_samples(data.q, data.mask, SAMPLES, generator) if tiles is None else tiles.mean_samples()
+    k = expand_heads(head_samples(data.k, data.mask, SAMPLES, generator)[None], heads)[0]
+    start: Start = "random" if objective == "hinge" else "svd"
+    maps = start_maps(
+        q, k, rank, data.scale, form=FORMS[objective], shared=config.shared, start=start, generator=generator
+    )  # fmt: skip
+    if tiles is not None:
+        # Constants of a whole tile cancel in the share, so these would never get a gradient.
+        for name in ("q_linear", "offset"):
+            maps[name].requires_grad_(False)
+        if config.log_distance:
+            maps["distance_weight"] = torch.zeros(heads, requires_grad=True)
+    return maps
+
+
+def _pair_loss(
+    data: LayerData,
+    maps: Projections,
+    offset: Tensor,
+    config: FitConfig,
+    objective: Objective,
+    generator: torch.Generator,
+) -> Float[Tensor, " H"]:
+    heads = data.q.shape[1]
+    items, rows = _draw(data, config, generator)
+    q, k = data.q[items][:, :, rows], expand_heads(data.k[items], heads)
+    legal = _legal_rows(data, items, rows)
+    pairs = ((b, h) for b in items.tolist() for h in range(heads))
+    gold = torch.stack([edges_matrix(data.edges, b, h)[rows] for b, h in pairs])
+    gold = gold.view(items.shape[0], heads, *gold.shape[1:])
+    low_q, low_k = project_queries(maps, q), project_keys(maps, k)
+    if objective == "hinge":
+        distances = squared_distances(low_q, low_k)
+        return hinge(distances, gold, legal, generator, config.margin, config.hinge_form)
+    if objective == "logistic":
+        return logistic(offset[:, None, None] - squared_distances(low_q, low_k), gold, legal, config.positive_power)
+    scores = low_q @ low_k.transpose(-1, -2) + offset[:, None, None]
+    if maps.q_linear is not None and maps.k_linear is not None:
+        scores = scores + q @ maps.q_linear[:, :, None] + (k @ maps.k_linear[:, :, None]).transpose(-1, -2)
+    return logistic(scores, gold, legal, config.positive_power)
+
+
+def _draw(data: LayerData, config: FitConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Instances and query rows of a step; rows of padding may be among them, they count nowhere."""
+    items = torch.randperm(data.q.shape[0], generator=generator)[: config.instances]
+    longest = int(data.mask[items].sum(-1).max())
+    return items, torch.randperm(longest, generator=generator)[: config.rows].sort().values
+
+
+def _legal_rows(data: LayerData, items: Tensor, rows: Tensor) -> Bool[Tensor, "B R M"]:
+    mask = data.mask[items]
+    legal = mask[:, rows, None] & mask[:, None, :]
+    return legal & (torch.arange(mask.shape[1])[None, None, :] <= rows[None, :, None]) if data.causal else legal
+
+
+class _TileData:
+    """Tile means and targets of all instances, made once: the tiles of a step are then cheap to fetch."""
+
+    def __init__(self, data: LayerData, config: FitConfig):
+        self.data, self.tile_size = data, config.tile_size
+        self.lengths = data.mask.sum(-1)
+        self.means, self.targets = [], []
+        for b, n in enumerate(self.lengths.tolist()):
+            q, k = data.q[b, :, :n], expand_heads(data.k[b : b + 1, :, :n], data.q.shape[1])[0]
+            self.means.append(tile_means(q, self.tile_size, data.causal))
+            mask = torch.ones(n, n, dtype=torch.bool).tril() if data.causal else None
+            mass = torch.stack([
+                entmax(data.scale[h] * q[h] @ k[h].T, data.alpha, mask) for h in range(q.shape[0])
+            ])  # fmt: skip
+            self.targets.append(tile_targets(mass, self.tile_size, config.mass_power))
+
+    def mean_samples(self) -> Float[Tensor, "H P D"]:
+        return torch.cat(self.means, 1)[:, :SAMPLES]
+
+    def loss(
+        self, maps: Projections, weight: Tensor | None, config: FitConfig, generator: torch.Generator
+    ) -> Float[Tensor, " H"]:
+        """Instances of a step have one length, since their tiles are computed together."""
+        order = torch.randperm(self.lengths.shape[0], generator=generator)
+        same = order[self.lengths[order] == self.lengths[order[0]]][: config.instances].tolist()
+        n = int(self.lengths[same[0]])
+        means = torch.stack([self.means[b] for b in same])
+        target = torch.stack([self.targets[b] for b in same])
+        k = torch.stack([self.data.k[b, :, :n] for b in same])
+        return listwise(tile_scores(maps, weight, means, k, self.tile_size, self.data.causal), target)
