@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils import parametrize
 
+from sparsefinder.artifact import Artifact
 from sparsefinder.delta import apply_delta, make_delta
 from sparsefinder.entmax import support
 from sparsefinder.errors import ConfigError, DataError
@@ -69,10 +70,11 @@ class Quality:
     texts: int
 
 
-def make_student(config: FinetuneConfig) -> Student:
-    """Load the model once more, put entmax into it and choose what may change.
+def make_student(config: FinetuneConfig, start: Artifact | None = None) -> Student:
+    """Load the model once more, put entmax into it and choose what may change; `start` = go on from that artifact.
 
     Raises:
+        ArtifactError: the delta to start from does not fit this model.
         ConfigError: an unknown form, or a rank below 1.
         IncompatibleModelError: the model does not route its attention (see `sparsefinder.hf.attach`).
     """
@@ -82,8 +84,12 @@ def make_student(config: FinetuneConfig) -> Student:
     require_encoder(teacher)
     model = teacher.model
     scale = torch.full((model.config.num_hidden_layers, model.config.num_attention_heads), config.start_scale)
+    if start is not None:
+        scale = torch.tensor(start.card.head_scale)
     attached = attach(model, alpha=config.alpha, head_scale=scale)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    if start is not None:
+        apply_delta(model, start.delta)
     _choose_parameters(model, config)
     return Student(teacher, attached, before)
 
@@ -192,13 +198,14 @@ def finetune(
     config: FinetuneConfig,
     sources: Sequence[Ids],
     *,
+    start: Artifact | None = None,
     on_step: Callable[[int, float, float], None] = lambda step, loss, density: None,
 ) -> tuple[Student, dict[str, Tensor]]:
     """Train a student; returns the original plus the delta, as it will be read back, and the delta itself.
 
     `on_step` is told the step, the loss and the smoothed density. Dropout is off: the target is a function, not data.
     """
-    original, student = load_teacher(config.teacher), make_student(config)
+    original, student = load_teacher(config.teacher), make_student(config, start)
     weights = [w for w in student.teacher.model.parameters() if w.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     stream, generator = batches(sources, config.batch_size, config.seed), torch.Generator().manual_seed(config.seed)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from sparsefinder.artifact import Artifact, Card, save
+from sparsefinder.artifact import Artifact, Card, load, save
 from sparsefinder.predictors import WindowOnly
 from sparsefinder.teacher import Teacher, load_teacher
 from training.corpus import blocks, chunk_tokens, default_texts, drop_shared, read_texts, text_hash
@@ -29,12 +29,16 @@ def finetune_command(
     teacher: Annotated[str, Option(help="Packaged name, local folder or hub id.")] = DEFAULT.teacher,
     text: Annotated[list[Path] | None, Option(help="Text files beside the embedded default; may be repeated.")] = None,
     eval_text: Annotated[list[Path] | None, Option(help="Text to measure on; no span of it is trained on.")] = None,
+    artifact: Annotated[Path | None, Option(help="Go on from this artifact's delta and head scale.")] = None,
     form: Annotated[str, Option(help="What is trained: all, attention or lora.")] = DEFAULT.form,
     rank: Annotated[int, Option(help="Rank of the stored delta (and of LoRA).")] = DEFAULT.rank,
     steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
     batch_size: Annotated[int, Option(min=1)] = DEFAULT.batch_size,
     tokens: Annotated[int, Option(help="Tokens of every chunk, special tokens included.")] = 256,
     learning_rate: Annotated[float, Option(min=0.0)] = DEFAULT.learning_rate,
+    embedding_weight: Annotated[
+        float, Option(min=0.0, help="Weight of the embedding's cosine beside the hidden states.")
+    ] = DEFAULT.embedding_weight,
     density: Annotated[float, Option(min=0.001, max=1.0, help="Target share of non-zero weights.")] = DEFAULT.density,
     eval_chunks: Annotated[int, Option(min=3, help="Chunks to measure on, from each held-out text.")] = 100,
     seed: Annotated[int, Option()] = DEFAULT.seed,
@@ -42,13 +46,14 @@ def finetune_command(
     """Replace a model's softmax by entmax and distil the original into it; writes a small delta with its figures."""
     config = FinetuneConfig(
         teacher=teacher, form=form, rank=rank, steps=steps, batch_size=batch_size,  # type: ignore[arg-type]
-        learning_rate=learning_rate, density=density, seed=seed,
+        learning_rate=learning_rate, embedding_weight=embedding_weight, density=density, seed=seed,
     )  # fmt: skip
+    start = load(artifact) if artifact else None
     console, original = Console(), load_teacher(teacher)
     train, held_out = prepare_texts(text or [], eval_text or [])
     sources = [chunk_tokens(original, part, tokens) for part in train]
     started = time.perf_counter()
-    student, delta = _train(config, sources, console)
+    student, delta = _train(config, sources, start, console)
     minutes = (time.perf_counter() - started) / 60
     qualities = _measure(original, student, held_out, tokens, eval_chunks)
     figures = {name: dataclasses.asdict(quality) for name, quality in qualities.items()}
@@ -59,6 +64,7 @@ def finetune_command(
         "chunks": [len(source) for source in sources],
         "minutes": round(minutes, 1),
         "held_out": figures,
+        "before": start.card.training["finetune"] if start else None,
     }
     card = save(out, Artifact(_card(student, original, record), _window_only(student), delta=delta))
     size = sum(t.numel() * t.element_size() for t in delta.values()) / 1e6
@@ -84,7 +90,9 @@ def _line(quality: Quality) -> str:
     return f"{figures} ({quality.texts} chunks)"
 
 
-def _train(config: FinetuneConfig, sources: Sequence[Ids], console: Console) -> tuple[Student, dict[str, Tensor]]:
+def _train(
+    config: FinetuneConfig, sources: Sequence[Ids], start: Artifact | None, console: Console
+) -> tuple[Student, dict[str, Tensor]]:
     with Progress(console=console, transient=not console.is_terminal) as progress:
         bar = progress.add_task("finetune", total=config.steps)
 
@@ -93,7 +101,7 @@ def _train(config: FinetuneConfig, sources: Sequence[Ids], console: Console) -> 
             if not console.is_terminal and (step + 1) % 25 == 0:
                 console.print(f"step {step + 1} of {config.steps}: loss {loss:.4f}, density {density:.2%}")
 
-        return finetune(config, sources, on_step=on_step)
+        return finetune(config, sources, start=start, on_step=on_step)
 
 
 def _measure(
