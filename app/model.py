@@ -88,6 +88,7 @@ class ServedModel:
             max_tokens=original.max_tokens,
             vocabulary=int(self._twin.model.config.vocab_size),
             device=device,
+            threads=torch.get_num_threads(),  # of the worker, on which this runs
         )
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:

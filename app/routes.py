@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
@@ -69,13 +68,15 @@ def install(app: FastAPI) -> None:
         app.include_router(router)
 
 
-@health.api_route("/livez", methods=["GET", "HEAD"])
+@health.head("/livez", include_in_schema=False)
+@health.get("/livez")
 async def livez() -> Response:
     """The process answers."""
     return _json({"status": "ok"})
 
 
-@health.api_route("/readyz", methods=["GET", "HEAD"])
+@health.head("/readyz", include_in_schema=False)
+@health.get("/readyz")
 async def readyz(request: Request) -> Response:
     """A model is loaded, and its last forward pass (or a new probe) succeeded; else 503 with the reason."""
     figures = _figures(request)
@@ -212,7 +213,7 @@ async def info(request: Request) -> Response:
         "attention_modes": MODES,
         "artifact": description,
         "device": description["device"],
-        "threads": torch.get_num_threads(),
+        "threads": description["threads"],
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES},
         "settings": settings.public(),
         "uptime_seconds": round(time.time() - request.app.state.created, 1),

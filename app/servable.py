@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ class Description:
     max_tokens: int
     vocabulary: int
     device: str
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Forward:
     audit: tuple[AuditedLayer, ...] = ()
 
 
+@runtime_checkable
 class Servable(Protocol):
     """A loaded artifact with its model. Only the worker thread calls its methods."""
 
@@ -75,6 +77,7 @@ class Servable(Protocol):
         ...
 
 
+@runtime_checkable
 class Loader(Protocol):
     """How artifacts are loaded; `read` runs beside the worker (files and hashes), `build` on it (it runs the model)."""
 

@@ -96,6 +96,7 @@ class FakeModel:
             1.5,
             vocabulary=VOCABULARY,
             device="cpu",
+            threads=1,
             **sizes,
         )
 

@@ -42,10 +42,15 @@ def gone(pid: Path) -> bool:
 def test_the_service_ends_with_the_demo(tmp_path: Path, failure: type[BaseException]) -> None:
     command, pid = stand_in(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(failure), demo.service(command) as address:
-        assert address == "http://127.0.0.1:1"
-        assert not gone(pid)
-        raise failure
+
+    def fail() -> None:
+        with demo.service(command) as address:
+            assert address == "http://127.0.0.1:1"
+            assert not gone(pid)
+            raise failure
+
+    with pytest.raises(failure):
+        fail()
     assert gone(pid)
     assert signal.getsignal(signal.SIGTERM) == handler
 

@@ -207,6 +207,8 @@ def test_calibration_is_laid_out_like_live() -> None:
     assert calibration_of({}) is None
 
 
-def test_settings_make_the_real_engine(root: Path) -> None:
-    settings = load_settings(teacher=str(root / "teacher"), artifact=root / "few")
-    assert type(make_engine(settings, Telemetry()).loader).__name__ == "ModelLoader"
+def test_settings_make_the_real_engine_with_its_own_threads(root: Path) -> None:
+    settings = load_settings(teacher=str(root / "teacher"), artifact=root / "few", threads=1)
+    engine = make_engine(settings, Telemetry())
+    assert isinstance(engine.loader, ModelLoader)
+    assert engine._worker.submit(torch.get_num_threads).result() == 1
