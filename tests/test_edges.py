@@ -68,7 +68,7 @@ def test_bad_input_is_refused():
         gold_edges(q, q, legal, 0.9)
     bad = q.clone()
     bad[0, 1, 3, 2] = torch.nan
-    with pytest.raises(NonFiniteError, match="k: expected finite numbers.*head 1, token 3"):
+    with pytest.raises(NonFiniteError, match=r"k: expected finite numbers.*head 1, token 3"):
         gold_edges(q, bad, legal)
     with pytest.raises(ShapeError, match="offsets"):
         Edges(torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), (1, 2, 3, 3))
