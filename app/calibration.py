@@ -3,37 +3,35 @@
 from collections.abc import Mapping
 from typing import Any
 
+ESTIMATOR = "mean over held-out instances, then heads, then layers; q and k of the dense model"
+SETS = ("plan", "pattern")
+
 
 def calibration_of(card: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Overall, per layer and per head, from a card's report (`set`, `overall`, `layers`, `heads`); None without one.
+    """Overall, per layer and per head: the plan's report, the pattern's beside it where the card has one; None without.
 
-    A card may hold the report itself or one for each named set; the served set is the plan. What else the card says of
-    its calibration (text, seed, curve) stays under `about`.
+    What else the card says of its calibration (curve, tokens) stays under `about`.
     """
-    report = card if "heads" in card else card.get("plan")
-    if not isinstance(report, Mapping) or "heads" not in report:
+    plan = card.get("plan")
+    if plan is None:
         return None
-    return {
-        "set": report.get("set", "plan"),
-        "instances": report.get("instances"),
-        "overall": report.get("overall"),
-        "layers": _layers(report["layers"], report["heads"]),
-        "about": {name: value for name, value in card.items() if name not in _REPORT and name != "plan"},
-    }
+    shown = _laid_out(plan) | {"estimator": ESTIMATOR}
+    if "pattern" in card:
+        shown["pattern"] = _laid_out(card["pattern"])
+    return shown | {"about": {name: value for name, value in card.items() if name not in SETS}}
 
 
-_REPORT = ("set", "instances", "overall", "layers", "heads", "empty_gold")
-
-
-def _layers(layers: Mapping[str, list[float]], heads: Mapping[str, list[list[float]]]) -> list[dict[str, Any]]:
+def _laid_out(report: Mapping[str, Any]) -> dict[str, Any]:
     """From `{measure: [L]}` and `{measure: [L][H]}` to one entry per layer, with one entry per head inside."""
+    layers, heads = report["layers"], report["heads"]
     count = len(next(iter(heads.values()), []))
-    return [
+    rows = [
         {"layer": layer}
         | {name: values[layer] for name, values in layers.items()}
         | {"heads": _heads({name: values[layer] for name, values in heads.items()})}
         for layer in range(count)
     ]
+    return {name: report.get(name) for name in ("set", "instances", "overall")} | {"layers": rows}
 
 
 def _heads(values: Mapping[str, list[float]]) -> list[dict[str, Any]]:

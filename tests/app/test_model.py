@@ -195,15 +195,13 @@ def test_the_same_request_twice_is_bit_equal(client: TestClient) -> None:
 def test_calibration_is_laid_out_like_live() -> None:
     report = {"set": "plan", "instances": 3, "overall": {"recall": 0.5}, "empty_gold": [0, 0]}
     report |= {"layers": {"recall": [0.4, 0.6]}, "heads": {"recall": [[0.3, 0.5], [0.6, 0.6]]}}
-    for card in (report | {"text": "t"}, {"plan": report, "pattern": report, "text": "t"}):
-        shown = calibration_of(card)
-        assert shown is not None
-        assert shown["layers"][0] == {
-            "layer": 0,
-            "recall": 0.4,
-            "heads": [{"head": 0, "recall": 0.3}, {"head": 1, "recall": 0.5}],
-        }
-        assert shown["about"]["text"] == "t"
+    shown = calibration_of({"plan": report, "pattern": report | {"set": "pattern"}, "tokens": 256})
+    assert shown is not None
+    heads = [{"head": 0, "recall": 0.3}, {"head": 1, "recall": 0.5}]
+    assert shown["layers"][0] == {"layer": 0, "recall": 0.4, "heads": heads}
+    assert (shown["set"], shown["overall"]) == ("plan", {"recall": 0.5})
+    assert shown["pattern"]["set"] == "pattern"
+    assert shown["about"] == {"tokens": 256}
     assert calibration_of({}) is None
 
 
