@@ -8,6 +8,7 @@ import oracles_predict as oracle
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from sparsefinder.edges import gold_edges
 from sparsefinder.errors import AlphaError, DataError, NonFiniteError, ShapeError
@@ -152,8 +153,8 @@ def test_never_more_than_one_head_of_scores_at_a_time() -> None:
     plan = build_plan(Window(2), legal_full(2, n, n), 16, heads=8)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
