@@ -28,7 +28,7 @@ Ids = Sequence[Sequence[int]]
 
 # Density falls about like scale^-1.45 on MiniLM (docs/decisions.md); a third of the correction a step keeps it calm.
 SCALE_GAIN = 0.3
-SCALE_LIMIT = 1.02
+SCALE_LIMIT = 0.03
 
 
 @dataclass(frozen=True)
@@ -173,25 +173,34 @@ def _mlm_loss(student: Student, items: Sequence[Sequence[int]], share: float, ge
     return torch.nn.functional.cross_entropy(logits[hide], tokens[hide])
 
 
-def _follow_density(student: Student, config: FinetuneConfig, density: float) -> None:
-    wanted = (density / config.density) ** SCALE_GAIN
-    student.attached.head_scale *= min(max(wanted, 1 / SCALE_LIMIT), SCALE_LIMIT)
+def _follow_density(attached: Attached, shares: Float[Tensor, "L H"], target: float) -> None:
+    """Move every head's scale against its own share of the excess.
+
+    A head of density d loses about `1.45 d` of it per unit of log scale, so this is the gradient of the mean density:
+    heads that are sparse anyway are left alone, and what a head needs the distillation loss gives back.
+    """
+    wanted = SCALE_GAIN * math.log(float(shares.mean()) / target)
+    step = wanted * shares * (shares.sum() / shares.square().sum())
+    attached.head_scale *= step.clamp(-SCALE_LIMIT, SCALE_LIMIT).exp().to(attached.head_scale)
 
 
 class _Density:
-    """An observer that measures the share of non-zero weights of a batch's first item."""
+    """An observer that measures the share of non-zero weights of a batch's first item, per layer and head."""
 
     def __init__(self) -> None:
-        self.shares: list[float] = []
+        self.layers: list[Tensor] = []
 
     def __call__(self, call: LayerCall) -> None:
         real = call.legal.key_real[0]
         q, k = call.q[0].detach()[:, real], call.k[0].detach()[:, real]
         scores = call.scale[:, None, None] * (q @ k.repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(-1, -2))
-        self.shares.append(float(support(scores, call.alpha).float().mean()))
+        self.layers.append(support(scores, call.alpha).float().mean((-2, -1)))
+
+    def shares(self) -> Float[Tensor, "L H"]:
+        return torch.stack(self.layers).cpu()
 
     def mean(self) -> float:
-        return sum(self.shares) / len(self.shares)
+        return float(self.shares().mean())
 
 
 def finetune(
@@ -209,7 +218,7 @@ def finetune(
     weights = [w for w in student.teacher.model.parameters() if w.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     stream, generator = batches(sources, config.batch_size, config.seed), torch.Generator().manual_seed(config.seed)
-    smoothed = config.density
+    smoothed: Tensor | None = None
     for step in range(config.steps):
         items, observer = next(stream), _Density()
         decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
@@ -222,9 +231,9 @@ def finetune(
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        smoothed = 0.8 * smoothed + 0.2 * observer.mean() if step else observer.mean()
-        _follow_density(student, config, smoothed)
-        on_step(step, float(loss.detach()), smoothed)
+        smoothed = observer.shares() if smoothed is None else 0.85 * smoothed + 0.15 * observer.shares()
+        _follow_density(student.attached, smoothed, config.density)
+        on_step(step, float(loss.detach()), float(smoothed.mean()))
     delta = make_delta(student.before, _merge(student.teacher.model), config.rank)
     student.teacher.model.load_state_dict(dict(student.before), strict=False)
     apply_delta(student.teacher.model, delta)
