@@ -7,7 +7,7 @@ from sparsefinder.delta import apply_delta
 from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.hf import Attached, attach
 from sparsefinder.patterns.positional import GlobalTokens, window
-from sparsefinder.predictors import Predictor
+from sparsefinder.predictors import predictor_to
 from sparsefinder.teacher import Teacher
 
 
@@ -27,16 +27,12 @@ def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
         named = f"expected one for teacher {expected} ({teacher.name}), got one for {came}"
         raise IncompatibleModelError(f"artifact: {named}")
     apply_delta(teacher.model, artifact.delta)
+    device = next(teacher.model.parameters()).device
     return attach(
         teacher.model,
         alpha=card.alpha,
         head_scale=torch.tensor(card.head_scale),
-        predictors=[_on(predictor, next(teacher.model.parameters()).device) for predictor in artifact.layers],
+        predictors=[predictor_to(predictor, device) for predictor in artifact.layers],
         positional=window(card.window_size) | GlobalTokens(card.global_tokens),
         tile_size=card.tile_size,
     )
-
-
-def _on(predictor: Predictor, device: torch.device) -> Predictor:
-    tensors = {name: tensor.to(device) for name, tensor in predictor.to_tensors().items()}
-    return type(predictor).from_tensors(tensors, predictor.settings())
