@@ -132,6 +132,7 @@ def test_nothing_of_an_evaluation_text_is_trained_on(tmp_path: Path, monkeypatch
     assert any(sentences[0] in piece for piece in parts[1])  # what is not shared is kept
 
 
+@pytest.mark.unchecked
 def test_unknown_forms_and_too_little_text_are_typed_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="all, attention, lora"):
         finetune(config(tmp_path / "model", form="some"), [IDS])
