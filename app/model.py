@@ -16,7 +16,7 @@ from app.calibration import calibration_of
 from app.schemas import Mode
 from app.servable import Description, Forward, Ids
 from sparsefinder.artifact import Artifact, load
-from sparsefinder.attach_artifact import attach_artifact
+from sparsefinder.attaching import attach_artifact
 from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import Legal, legal_from_mask

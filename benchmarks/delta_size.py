@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from sparsefinder.artifact import load
-from sparsefinder.attach_artifact import attach_artifact
+from sparsefinder.attaching import attach_artifact
 from sparsefinder.delta import low_rank
 from sparsefinder.teacher import load_teacher
 from training.corpus import chunk_tokens, default_texts, read_texts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sparsefinder.artifact import Artifact
     from sparsefinder.artifact import load as load_artifact
-    from sparsefinder.attach_artifact import attach_artifact
+    from sparsefinder.attaching import attach_artifact
     from sparsefinder.attention.api import attend, attend_dense
     from sparsefinder.errors import SparsefinderError
     from sparsefinder.hf import attach
@@ -50,7 +50,7 @@ _HOMES = {
     "SparsefinderError": ("sparsefinder.errors", "SparsefinderError"),
     "Window": ("sparsefinder.patterns.positional", "Window"),
     "attach": ("sparsefinder.hf", "attach"),
-    "attach_artifact": ("sparsefinder.attach_artifact", "attach_artifact"),
+    "attach_artifact": ("sparsefinder.attaching", "attach_artifact"),
     "attend": ("sparsefinder.attention.api", "attend"),
     "attend_dense": ("sparsefinder.attention.api", "attend_dense"),
     "build_plan": ("sparsefinder.plan", "build_plan"),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from sparsefinder.artifact import Artifact, Card, load, save
-from sparsefinder.attach_artifact import attach_artifact
+from sparsefinder.attaching import attach_artifact
 from sparsefinder.errors import ArtifactError, DataError
 from sparsefinder.hf import Attached, attach
 from sparsefinder.metrics import Report, SetName
