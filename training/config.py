@@ -11,6 +11,8 @@ Objective = Literal["hinge", "logistic", "bilinear", "listwise"]
 Kind = Literal["distance", "score", "clusters", "budget", "tiles"]
 HingeForm = Literal["pair", "sum"]
 
+CLUSTER_COUNTS = (8, 16, 32, 64)  # of the centroids that are kept for every metric set of maps, for comparisons
+
 # What each objective's scores can be cut by; the first is served where nothing else is asked for.
 KINDS: dict[str, tuple[Kind, ...]] = {
     "hinge": ("distance", "clusters", "budget"),

@@ -4,6 +4,7 @@ All pairs are sorted once by score; every cut is then a point of the curve. Inst
 `sparsefinder.metrics`: a gold pair weighs `1 / (gold pairs of its instance)`, a legal pair `1 / (legal pairs)`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,11 +31,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Keeping all scores ≥ `threshold[p]` gives `sparsity[p]` and `recall[p]`; both fall and rise with p."""
+    """Keeping all scores ≥ `threshold[p]` gives `sparsity[p]`, which falls with p, and `recall[p]`, which rises.
+
+    forced: the sparsest point holds pairs that are kept in any case, so nothing is sparser.
+    """
 
     threshold: Float64[Tensor, " P"]
     sparsity: Float64[Tensor, " P"]
     recall: Float64[Tensor, " P"]
+    forced: bool = False
 
 
 def curve(parts: Sequence[Part]) -> Curve:
@@ -50,7 +55,7 @@ def curve(parts: Sequence[Part]) -> Curve:
     if not total:
         raise DataError("calibration: expected at least one gold pair on held-out text, got none")
     with_gold = sum(bool(part.gold.any()) for part in parts)
-    scores = torch.cat([part.scores.double() for part in parts])
+    scores = torch.cat([part.scores for part in parts]).float()
     pair_weight = torch.cat([part.pairs.double() / part.pairs.sum() for part in parts]) / len(parts)
     gold_weight = torch.cat([part.gold.double() / max(int(part.gold.sum()), 1) for part in parts]) / with_gold
     scores, order = scores.sort(descending=True)
@@ -58,12 +63,12 @@ def curve(parts: Sequence[Part]) -> Curve:
     last = torch.ones_like(scores, dtype=torch.bool)
     last[:-1] = scores[:-1] != scores[1:]
     at = last.nonzero().squeeze(-1)
-    value = scores[at]
+    value = scores[at].double()
     below = torch.cat([value[1:], value[-1:] - 1])
     middle = torch.where(torch.isinf(value), below + 1, (value + below) / 2)
     # Two neighbouring floats have no mean between them: then the upper one itself is the threshold.
     threshold = torch.where(torch.isinf(value) | (middle > below), middle, value)
-    return Curve(threshold, (1 - density[at]).clamp(0, 1), recall[at].clamp(0, 1))
+    return Curve(threshold, (1 - density[at]).clamp(0, 1), recall[at].clamp(0, 1), bool(torch.isinf(value[0])))
 
 
 def cut_at(curve: Curve, *, recall: float | None = None, sparsity: float | None = None) -> int:
@@ -84,11 +89,18 @@ def threshold_at(curve: Curve, *, recall: float | None = None, sparsity: float |
 
 
 def recalls_at(curve: Curve, sparsities: Sequence[float] = CURVE_POINTS) -> list[float]:
-    """Recall at each sparsity, linear between the points of the curve (a coarse curve, such as a window's, has few)."""
+    """Recall at each sparsity, linear between the points of the curve (a coarse curve, such as a window's, has few).
+
+    Above its sparsest point a curve goes on to (1, 0), its pairs dropped at random; but NaN where that point holds
+    pairs that are kept in any case.
+    """
     x = torch.cat([torch.ones(1, dtype=torch.float64), curve.sparsity])
     y = torch.cat([torch.zeros(1, dtype=torch.float64), curve.recall])
     values = []
     for sparsity in sparsities:
+        if curve.forced and sparsity > float(curve.sparsity[0]) + 1e-12:
+            values.append(math.nan)
+            continue
         right = min(int((x >= sparsity).sum()), x.shape[0] - 1)
         low, high = float(x[right]), float(x[right - 1])
         share = 0.0 if high == low else (high - sparsity) / (high - low)

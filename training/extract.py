@@ -25,6 +25,7 @@ from sparsefinder.teacher import Teacher, batch
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+LAYER_TENSORS = ("q", "k", "scale", "gold_offsets", "gold_flat")
 
 OnShard = Callable[[int, int], None]  # (shards that are done, shards in all)
 
@@ -148,33 +149,33 @@ def read_layer(folder: Path, layer: int, manifest: dict[str, Any] | None = None)
         DataError: the split is incomplete, or a shard is damaged (delete it and extract again).
     """
     manifest = manifest or read_manifest(folder)
-    total = -(-manifest["instances"] // manifest["shard_size"])
     parts: list[dict[str, Tensor]] = []
-    for number in range(total):
+    for number in range(-(-manifest["instances"] // manifest["shard_size"])):
         path = folder / shard_name(number)
-        names = [f"{kind}.{layer}" for kind in ("q", "k", "scale", "gold_offsets", "gold_flat")]
         try:
             with safe_open(path, "pt") as shard:
-                keys = set(shard.keys())
-                part = {name.split(".")[0]: shard.get_tensor(name) for name in names}
-                parts.append(part | {"mask": shard.get_tensor("mask"), "causal": torch.tensor("causal" in keys)})
+                wanted = ["mask", *(f"{kind}.{layer}" for kind in LAYER_TENSORS)]
+                names = [*wanted, *({"causal"} & set(shard.keys()))]
+                parts.append({name: shard.get_tensor(name) for name in names})
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: damaged, delete it and extract again ({error})") from None
-    q, k, mask = (torch.cat([part[name] for part in parts]) for name in ("q", "k", "mask"))
-    edges = _join_edges(parts, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-    return LayerData(q, k, mask, edges, bool(parts[0]["causal"]), float(manifest["alpha"]), parts[0]["scale"])
+    return join_layer(parts, layer, float(manifest["alpha"]))
+
+
+def join_layer(parts: Sequence[dict[str, Tensor]], layer: int, alpha: float) -> LayerData:
+    """One layer of several shards (as `extract_batch` makes them) as one."""
+    q, k, mask = (torch.cat([part[name] for part in parts]) for name in (f"q.{layer}", f"k.{layer}", "mask"))
+    offsets = [torch.zeros(1, dtype=torch.int64)]
+    for part in parts:
+        offsets.append(part[f"gold_offsets.{layer}"][1:] + offsets[-1][-1])
+    flat = torch.cat([part[f"gold_flat.{layer}"] for part in parts]).long()
+    edges = Edges(torch.cat(offsets), flat, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    return LayerData(q, k, mask, edges, "causal" in parts[0], alpha, parts[0][f"scale.{layer}"])
 
 
 def shard_name(number: int) -> str:
     """The file name of a shard."""
     return f"shard-{number:05d}.safetensors"
-
-
-def _join_edges(parts: Sequence[dict[str, Tensor]], shape: tuple[int, int, int, int]) -> Edges:
-    offsets = [torch.zeros(1, dtype=torch.int64)]
-    for part in parts:
-        offsets.append(part["gold_offsets"][1:] + offsets[-1][-1])
-    return Edges(torch.cat(offsets), torch.cat([part["gold_flat"] for part in parts]).long(), shape)
 
 
 def _parts(chunks: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:

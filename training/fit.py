@@ -1,5 +1,6 @@
 """From extracted graphs to predictors: maps, centroids, thresholds, and the artifact that holds them."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.predictors import Clusters, Distance, Predictor, Projections, RowBudget, Score, Tiles, mixed_share
 from sparsefinder.predictors.projections import expand_heads, project_keys, project_queries
-from training.config import FitConfig, Objective
+from training.config import CLUSTER_COUNTS, FitConfig, Objective
 from training.cut import CURVE_POINTS, Curve, curve, recalls_at, threshold_at
 from training.extract import LayerData, read_layer, read_manifest
 from training.kmeans import kmeans
@@ -44,7 +45,8 @@ class _Cut:
 
     predictor: Predictor | None
     curves: list[Curve]
-    mixed: list[float] | None = None
+    centroids: dict[int, Tensor] = field(default_factory=dict)  # by the number of clusters
+    mixed: dict[int, list[float]] = field(default_factory=dict)
 
 
 def name_of(objective: Objective, rank: int) -> str:
@@ -138,18 +140,33 @@ def _cut(trained: Trained, data: LayerData, held: LayerData, config: FitConfig) 
         tiles = Tiles(maps, threshold=0.0, distance_weight=trained.distance_weight)
         parts = tile_parts(tiles, held, items, positional, config.tile_size)
         return _Cut(None, [curve(head) for head in parts])
+    sets = _cluster_sets(maps, data, config)
+    found = {count: part.centroids for count, (part, _) in sets.items()}
+    mixed = {count: share.tolist() for count, (_, share) in sets.items()}
     if kind == "clusters":
-        clusters, mixed = fit_clusters(maps, data, config.clusters, config.seed)
+        clusters = sets[config.clusters][0]
         curves = [curve(head) for head in cluster_parts(clusters, held, items, positional)]
         tops = [_top(c, config.clusters, target) if config.top is None else config.top for c in curves]
-        return _Cut(replace(clusters, top_k=torch.tensor(tops)), curves, mixed.tolist())
+        return _Cut(replace(clusters, top_k=torch.tensor(tops)), curves, found, mixed)
     curves = [curve(head) for head in pair_parts(maps, held, items, positional, budget=kind == "budget")]
     cuts = torch.tensor([threshold_at(c, **target) for c in curves])
     if kind == "budget":
-        return _Cut(RowBudget(maps, min(max(-float(cuts.mean()), 1e-6), 1.0)), curves)
+        return _Cut(RowBudget(maps, min(max(-float(cuts.mean()), 1e-6), 1.0)), curves, found, mixed)
     if kind == "score":
         return _Cut(Score(maps, cuts), curves)
-    return _Cut(Distance(maps, (-cuts).clamp(min=0).sqrt()), curves)
+    return _Cut(Distance(maps, (-cuts).clamp(min=0).sqrt()), curves, found, mixed)
+
+
+def _cluster_sets(
+    maps: Projections, data: LayerData, config: FitConfig
+) -> dict[int, tuple[Clusters, Float[Tensor, " H"]]]:
+    """Centroids in several numbers for metric maps, as far as there are points; the served number must be there."""
+    if maps.form != "metric":
+        return {}
+    points = 2 * int(data.mask.sum())
+    counts = {count for count in CLUSTER_COUNTS if count <= points}
+    counts |= {config.clusters} if config.served_kind == "clusters" else set()
+    return {count: fit_clusters(maps, data, count, config.seed) for count in sorted(counts)}
 
 
 def _top(c: Curve, clusters: int, target: Mapping[str, float | None]) -> int:
@@ -174,15 +191,14 @@ def _assemble(
         for predictor in predictors:
             if isinstance(predictor, Distance | Score):
                 thresholds[name] = (*thresholds.get(name, ()), predictor.threshold)
-            elif isinstance(predictor, Clusters):
-                centroids[name] = (*centroids.get(name, ()), predictor.centroids)
             elif isinstance(predictor, Tiles):
                 thresholds |= _tile_thresholds(name, thresholds, predictor)
         layers = predictors if name == served_name else layers
         figures["loss"][name] = [float(part.losses[-10:].mean()) for part in trained[name]]
         figures["recall_at_sparsity"][name] = _curve_figures(cuts[name])
-        if cuts[name][0].mixed is not None:
-            figures["mixed_clusters"][name] = [cut.mixed for cut in cuts[name]]
+        for count in cuts[name][0].centroids:
+            centroids[f"{name}-b{count}"] = tuple(cut.centroids[count] for cut in cuts[name])
+            figures["mixed_clusters"][f"{name}-b{count}"] = [cut.mixed[count] for cut in cuts[name]]
     projections = {name: tuple(part.projections for part in parts) for name, parts in trained.items()}
     return Fitted(layers, projections, centroids, thresholds, figures)
 
@@ -227,5 +243,6 @@ def _tile_thresholds(name: str, known: Mapping[str, tuple[Tensor, ...]], tiles: 
 def _curve_figures(cuts: list[_Cut]) -> dict[str, Any]:
     """Recall at each sparsity, mean over heads, per layer: the calibration curve of the card."""
     table = [[recalls_at(c) for c in cut.curves] for cut in cuts]
-    means = torch.tensor(table, dtype=torch.float64).mean(1)
-    return {"sparsity": list(CURVE_POINTS), "recall": [[round(x, 4) for x in row] for row in means.tolist()]}
+    means = torch.tensor(table, dtype=torch.float64).nanmean(1)
+    plain = [[round(x, 4) if math.isfinite(x) else None for x in row] for row in means.tolist()]
+    return {"sparsity": list(CURVE_POINTS), "recall": plain}

@@ -150,3 +150,11 @@ def _any_per_tile(matrix: Bool[Tensor, "n m"], size: int) -> Bool[Tensor, "T m"]
 
 def _sum_per_tile(matrix: Bool[Tensor, "n m"], size: int) -> Int[Tensor, "T m"]:
     return torch.stack([part.sum(0) for part in torch.split(matrix, size)])
+
+
+def project_parts(
+    projections: Projections, data: LayerData, b: int
+) -> tuple[Float[Tensor, "H n r"], Float[Tensor, "H m r"]]:
+    """`q'` and `k'` of the real tokens of one instance, as the predictors compute them."""
+    item = _projected(projections, data, b)[0]
+    return item.q, item.k

@@ -1,0 +1,221 @@
+"""Rows of the quality table: for every head, the recall/sparsity curves of a predictor's options on held-out items.
+
+A row has one or more options (numbers of clusters, window sizes, tile sizes). The best option for each head and
+sparsity is chosen on one half of the items and read off on the other, so no row profits from what it is measured on.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsefinder.artifact import Artifact
+from sparsefinder.edges import edges_matrix
+from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.positional import GlobalTokens, Nothing, window
+from sparsefinder.predictors import Clusters, Projections, Tiles, random_projections, true_score_projections
+from training.cut import Curve, Part, curve, recalls_at
+from training.extract import LayerData
+from training.scores import meeting_top, pair_parts, project_parts, tile_parts
+
+SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+TILE_SIZES = (8, 16, 32)
+METRIC_OBJECTIVES = ("hinge", "logistic")
+
+Options = dict[str, list[Curve]]  # option -> one curve per head
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; `options(layer, data, items)` computes its curves."""
+
+    name: str
+    rank: int | None
+    options: Callable[[int, LayerData, Sequence[int]], Options]
+    control: bool = False
+
+
+def all_rows(artifact: Artifact, ranks: Sequence[int], seed: int = 0) -> list[Row]:
+    """Controls, every named set of maps in the artifact at these ranks, and the oracle."""
+    card = artifact.card
+    positional = window(card.window_size) | GlobalTokens(card.global_tokens)
+    rows = [
+        Row("window only", None, lambda _, data, items: {"": window_curves(data, items, 0)}, control=True),
+        Row("window ∪ global", None, lambda _, data, items: {"": window_curves(data, items, card.global_tokens)}, True),
+    ]
+    for rank in ranks:
+        rows += _controls(card.heads, card.head_dim, rank, seed)
+        for objective in METRIC_OBJECTIVES:
+            rows += _metric_rows(artifact, objective, rank, positional)
+        rows += _bilinear_rows(artifact, rank, positional)
+        rows += _tile_rows(artifact, rank)
+    true = true_score_projections(card.heads, card.head_dim)
+    rows.append(Row("oracle: true score, threshold", None, _pairs(true, Nothing(), budget=False)))
+    rows.append(Row("oracle: true score, budget", None, _pairs(true, Nothing(), budget=True)))
+    return rows
+
+
+def _controls(heads: int, dim: int, rank: int, seed: int) -> list[Row]:
+    metric, dot = (random_projections(heads, rank, dim, seed, form) for form in ("metric", "bilinear"))
+    return [
+        Row("random projection, distance", rank, _pairs(metric, Nothing(), budget=False), control=True),
+        Row("random projection, product", rank, _pairs(dot, Nothing(), budget=False), control=True),
+    ]
+
+
+def _metric_rows(artifact: Artifact, objective: str, rank: int, positional: Pattern) -> list[Row]:
+    name = f"{objective}-r{rank}"
+    if name not in artifact.projections:
+        return []
+    maps = artifact.projections[name]
+    rows = []
+    for kind, budget in (("distance", False), ("budget", True)):
+        rows.append(Row(f"{objective} + {kind}", rank, _layered(maps, Nothing(), budget)))
+        rows.append(Row(f"{objective} + {kind} ∪ window ∪ global", rank, _layered(maps, positional, budget)))
+    sets = {key: value for key, value in artifact.centroids.items() if key.startswith(f"{name}-b")}
+    if sets:
+        rows.append(Row(f"{objective} + clusters", rank, _clusters(maps, sets, None)))
+        count = artifact.card.global_tokens
+        rows.append(Row(f"{objective} + clusters ∪ window ∪ global", rank, _clusters(maps, sets, count)))
+    return rows
+
+
+def _bilinear_rows(artifact: Artifact, rank: int, positional: Pattern) -> list[Row]:
+    name = f"bilinear-r{rank}"
+    if name not in artifact.projections:
+        return []
+    maps = artifact.projections[name]
+    return [
+        Row(f"logistic (bilinear) + {kind}{label}", rank, _layered(maps, extra, budget))
+        for kind, budget in (("threshold", False), ("budget", True))
+        for label, extra in (("", Nothing()), (" ∪ window ∪ global", positional))
+    ]
+
+
+def _tile_rows(artifact: Artifact, rank: int) -> list[Row]:
+    name = f"listwise-r{rank}"
+    if name not in artifact.projections:
+        return []
+    maps = artifact.projections[name]
+    weights: Sequence[Tensor | None] = artifact.thresholds.get(f"{name}-distance", (None,) * len(maps))
+
+    def options(layer: int, data: LayerData, items: Sequence[int]) -> Options:
+        tiles = Tiles(maps[layer], threshold=0.0, distance_weight=weights[layer])
+        found = {size: tile_parts(tiles, data, items, Nothing(), size) for size in TILE_SIZES}
+        return {f"tile {size}": [curve(head) for head in parts] for size, parts in found.items()}
+
+    return [Row("listwise tiles (plan)", rank, options)]
+
+
+def _pairs(maps: Projections, positional: Pattern, budget: bool) -> Callable[[int, LayerData, Sequence[int]], Options]:
+    return lambda _, data, items: {"": [curve(head) for head in pair_parts(maps, data, items, positional, budget)]}
+
+
+def _layered(
+    maps: Sequence[Projections], positional: Pattern, budget: bool
+) -> Callable[[int, LayerData, Sequence[int]], Options]:
+    return lambda layer, data, items: _pairs(maps[layer], positional, budget)(layer, data, items)
+
+
+def window_curves(data: LayerData, items: Sequence[int], global_tokens: int) -> list[Curve]:
+    """Windows of every radius, the same curve for each head's own graph."""
+    heads = data.q.shape[1]
+    parts: list[list[Part]] = [[] for _ in range(heads)]
+    for b in items:
+        n = int(data.mask[b].sum())
+        scores, legal = _nearness(n, global_tokens), _legal(data, n)
+        for head in range(heads):
+            gold = edges_matrix(data.edges, b, head)[:n, :n][legal]
+            parts[head].append(Part(scores[legal], torch.ones_like(gold), gold))
+    return [curve(head) for head in parts]
+
+
+def _nearness(n: int, global_tokens: int) -> Tensor:
+    i = torch.arange(n)
+    scores = -(i[:, None] - i[None, :]).abs().float()
+    everywhere = (i[:, None] < global_tokens) | (i[None, :] < global_tokens)
+    return torch.where(everywhere, torch.inf, scores)
+
+
+def _legal(data: LayerData, n: int) -> Tensor:
+    legal = torch.ones(n, n, dtype=torch.bool)
+    return legal.tril() if data.causal else legal
+
+
+def _clusters(
+    maps: Sequence[Projections], sets: Mapping[str, Sequence[Tensor]], global_tokens: int | None
+) -> Callable[[int, LayerData, Sequence[int]], Options]:
+    """Options: the number of clusters, and with a window also `top`, while the window fills up to the sparsity."""
+
+    def options(layer: int, data: LayerData, items: Sequence[int]) -> Options:
+        found: Options = {}
+        for key, centroids in sets.items():
+            label = key.rsplit("-", 1)[-1]
+            clusters = Clusters(maps[layer], centroids[layer], torch.ones(centroids[layer].shape[0], dtype=torch.long))
+            tables = [_tables(clusters, data, items, head, global_tokens) for head in range(data.q.shape[1])]
+            if global_tokens is None:
+                found[label] = [_along_top(table) for table in tables]
+            else:
+                for top in range(1, centroids[layer].shape[1] // 2 + 1):
+                    found[f"{label} top {top}"] = [_along_window(table, top) for table in tables]
+        return found
+
+    return options
+
+
+def _tables(
+    clusters: Clusters, data: LayerData, items: Sequence[int], head: int, global_tokens: int | None
+) -> tuple[Tensor, Tensor]:
+    """Shares of the legal and of the gold pairs by (least `top` at which they meet, distance), mean over instances.
+
+    Global pairs stand at top 0: they are kept whatever the clusters say.
+    """
+    count, longest = clusters.centroids.shape[1], data.q.shape[2]
+    pairs, golds, with_gold = torch.zeros(count + 1, longest).double(), torch.zeros(count + 1, longest).double(), 0
+    for b in items:
+        n = int(data.mask[b].sum())
+        legal = _legal(data, n)
+        q, k = project_parts(clusters.projections, data, b)
+        meet = meeting_top(q[head], k[head], clusters.centroids[head]).long()
+        if global_tokens is not None:
+            meet[:global_tokens], meet[:, :global_tokens] = 0, 0
+        cell = (meet * longest - _nearness(n, 0).long())[legal]
+        gold = edges_matrix(data.edges, b, head)[:n, :n][legal]
+        pairs += torch.bincount(cell, minlength=pairs.numel()).view_as(pairs) / cell.numel()
+        if gold.any():
+            golds += torch.bincount(cell[gold], minlength=pairs.numel()).view_as(pairs) / gold.sum()
+            with_gold += 1
+    return pairs / len(items), golds / max(with_gold, 1)
+
+
+def _along_top(tables: tuple[Tensor, Tensor]) -> Curve:
+    density, recall = (table.sum(1).cumsum(0)[1:] for table in tables)
+    return Curve(-torch.arange(1.0, density.shape[0] + 1).double(), 1 - density, recall)
+
+
+def _along_window(tables: tuple[Tensor, Tensor], top: int) -> Curve:
+    """Clusters up to `top`, then nearer pairs first; what the clusters hold cannot be taken away."""
+    inside = [table[: top + 1].sum() for table in tables]
+    density, recall = (
+        torch.cat([part[None], part + table[top + 1 :].sum(0).cumsum(0)])
+        for part, table in zip(inside, tables, strict=True)
+    )
+    return Curve(-torch.arange(density.shape[0]).double(), 1 - density, recall, forced=True)
+
+
+def choose(options: Options, chosen_on: Options) -> list[list[tuple[float, str]]]:
+    """`[head][sparsity]`: recall and the option that was best on the other half; NaN where none is that sparse."""
+    names = list(options)
+    found = []
+    for head in range(len(options[names[0]])):
+        before = {name: recalls_at(chosen_on[name][head], SPARSITIES) for name in names}
+        after = {name: recalls_at(options[name][head], SPARSITIES) for name in names}
+        line = []
+        for s in range(len(SPARSITIES)):
+            able = [n for n in names if not (math.isnan(before[n][s]) or math.isnan(after[n][s]))]
+            best = max(able, key=lambda n: before[n][s], default="")
+            line.append((after[best][s] if able else math.nan, best))
+        found.append(line)
+    return found
