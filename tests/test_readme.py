@@ -20,7 +20,7 @@ def test_the_library_example_runs_and_sparse_is_close_to_dense() -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 13
     run = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    cosines = [float(number) for number in re.findall(r"\d\.\d+", run.stdout)]
+    cosines = [float(number) for number in re.findall(r"\d\.\d*", run.stdout)]
     assert len(cosines) == 2
     assert min(cosines) > 0.9
 
