@@ -76,7 +76,6 @@ def run(settings: Settings) -> int:
         app,
         host=settings.host,
         port=settings.port,
-        workers=1,  # said aloud, or uvicorn would read WEB_CONCURRENCY
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=settings.shutdown_seconds,

@@ -123,6 +123,11 @@ def test_too_long_is_refused_with_both_lengths(client: TestClient) -> None:
     assert str(MAX_TOKENS) in error["message"]
 
 
+def test_the_limit_itself_fits_and_one_more_does_not(client: TestClient) -> None:
+    assert embed(client, "w " * (MAX_TOKENS - 2)).json()["usage"]["prompt_tokens"] == MAX_TOKENS
+    error_of(embed(client, "w " * (MAX_TOKENS - 1)), 422, "input_too_long")
+
+
 def test_truncate_holds_for_every_item_and_says_so(client: TestClient) -> None:
     response = embed(client, ["short", "hello " * 5000, "hello " * (MAX_TOKENS - 2)], truncate=True)
     body = response.json()
