@@ -94,7 +94,7 @@ def split_texts(texts: Sequence[str], heldout_share: float = 0.1) -> tuple[list[
     for text in texts:
         cut = round(len(text) * (1 - heldout_share))
         newline = text.find("\n", cut, cut + 1000)
-        at = newline if newline >= 0 else text.find(" ", cut)
+        at = newline if newline >= 0 and text[newline:].strip() else text.find(" ", cut)
         at = at if at >= 0 else cut
         train += blocks(text[:at])
         heldout.append(text[at:].strip())

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsefinder.errors import DataError
+from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.predictors import Clusters, Distance, Predictor, Projections, RowBudget, Score, Tiles, mixed_share
@@ -96,6 +96,7 @@ def fit(
             own = _own_config(config, objective, rank)
             trained[name].append(train_layer(data, own, objective, rank, layer, on_step))
             cuts[name].append(_cut(trained[name][-1], data, held, own))
+            _require_reachable(cuts[name][-1], own)
     return _assemble(config, wanted, trained, cuts)
 
 
@@ -117,6 +118,16 @@ def fit_clusters(
     few = slice(0, 4)
     legal = replace(legal_of(data, 0), query_real=data.mask[few], key_real=data.mask[few])
     return fitted, mixed_share(fitted, data.q[few], data.k[few], legal)
+
+
+def _require_reachable(cut: _Cut, config: FitConfig) -> None:
+    """Raise ConfigError for a sparsity that what is kept in any case (window, global, a tile's own rows) forbids."""
+    most = min((float(c.sparsity[0]) for c in cut.curves if c.forced), default=1.0)
+    if config.sparsity is not None and most < config.sparsity:
+        raise ConfigError(
+            f"sparsity: expected at most {most:.2f}, which window {config.window_size}, {config.global_tokens} global "
+            f"tokens and tiles of {config.tile_size} leave on this text, got {config.sparsity}"
+        )
 
 
 def _own_config(config: FitConfig, objective: Objective, rank: int) -> FitConfig:

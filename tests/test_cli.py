@@ -1,0 +1,176 @@
+"""`sparsefinder-train` as its users meet it: a run on a random two-layer BERT, its errors, and the same hash twice."""
+
+import json
+import random
+
+import pytest
+import tiny
+import torch
+from typer.testing import CliRunner
+
+from sparsefinder.artifact import load
+from sparsefinder.predictors import Clusters, Distance, RowBudget, Score, Tiles
+from training import pipeline
+from training.cli import app
+from training.config import ExtractConfig, FitConfig, minilm
+from training.fit import calibration_items, measuring_items
+
+SMALL = ["--tokens", "24", "--instances", "6", "--heldout", "4"]
+QUICK = ["--steps", "4", "--tile-size", "8", "--window", "3"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def error_of(result):
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return tiny.save_teacher(tmp_path_factory.mktemp("teacher") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    rng = random.Random(0)
+    words = ["".join(rng.choice("abcdefgh") for _ in range(rng.randint(2, 6))) for _ in range(80)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(" ".join(rng.choice(words) for _ in range(8)) for _ in range(120)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(teacher, text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "run"
+    extra = ["--also", "hinge:2", "--also", "logistic:2", "--also", "bilinear:2"]
+    result = invoke(
+        "run", "--teacher", teacher, "--text", text, "--out", out, *SMALL, *QUICK, "--recall", "0.9", *extra
+    )
+    assert result.exit_code == 0, result.output
+    return out, result
+
+
+def test_a_run_writes_an_artifact_and_says_where(done, teacher):
+    out, result = done
+    artifact = load(out / "artifact")
+    assert f"Artifact {artifact.card.version} lies in {out / 'artifact'}" in result.stdout.replace("\n", "")
+    card = artifact.card
+    assert (card.layers, card.heads, card.head_dim, card.served) == (2, 4, 8, "listwise-r4 tiles")
+    assert card.calibration["plan"]["set"] == "plan"
+    assert len(card.calibration["plan"]["heads"]["recall"]) == 2
+    assert card.calibration["curve"]["listwise-r4"]["sparsity"][0] == 0.5
+    assert card.training["fit"]["text_sha256"]
+    assert set(artifact.projections) == {"listwise-r4", "hinge-r2", "logistic-r2", "bilinear-r2"}
+    assert {"hinge-r2-b8", "logistic-r2-b16"} <= set(artifact.centroids)
+    assert {"listwise-r4", "listwise-r4-distance", "hinge-r2", "bilinear-r2"} <= set(artifact.thresholds)
+    assert all(isinstance(layer, Tiles) for layer in artifact.layers)
+    assert 0.8 < card.calibration["plan"]["overall"]["recall"] <= 1
+
+
+def test_the_same_seed_gives_the_same_hash_and_another_seed_another(done, teacher, tmp_path):
+    out, _ = done
+    hashes = []
+    for seed, folder in ((0, "a"), (0, "b"), (1, "c")):
+        options = ["--data", out / "shards", "--out", tmp_path / folder, *QUICK, "--objective", "hinge", "--seed", seed]
+        assert invoke("fit", *options, "--rank", 2).exit_code == 0
+        hashes.append(load(tmp_path / folder).card.hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize(
+    ("objective", "predictor", "kind"),
+    [("hinge", "clusters", Clusters), ("logistic", "distance", Distance), ("hinge", "budget", RowBudget),
+     ("bilinear", "score", Score)],
+)  # fmt: skip
+def test_every_kind_of_predictor_can_be_served_and_evaluated(done, tmp_path, objective, predictor, kind):
+    out, _ = done
+    options = ["--objective", objective, "--predictor", predictor, "--clusters", 4, "--sparsity", 0.5, "--rank", 2]
+    result = invoke("fit", "--data", out / "shards", "--out", tmp_path / "a", *QUICK, *options)
+    assert result.exit_code == 0, result.output
+    assert "set pattern" in result.stdout
+    artifact = load(tmp_path / "a")
+    assert all(isinstance(layer, kind) for layer in artifact.layers)
+    figures = tmp_path / "figures" / "all.json"
+    result = invoke("evaluate", "--artifact", tmp_path / "a", "--data", out / "shards", "--json", figures)
+    assert result.exit_code == 0, result.output
+    assert str(figures) in result.stdout.replace("\n", "")
+    again = json.loads(figures.read_text())
+    assert again["plan"] == artifact.card.calibration["plan"]
+    assert again["pattern"]["overall"]["recall"] <= again["plan"]["overall"]["recall"]
+
+
+def test_extract_goes_on_and_refuses_another_configuration(teacher, text, tmp_path):
+    options = ["--teacher", teacher, "--text", text, "--out", tmp_path / "shards", *SMALL]
+    first = invoke("extract", *options)
+    assert first.exit_code == 0, first.output
+    assert "6 training and 4 held-out instances of 24 tokens lie in" in first.stdout.replace("\n", " ")
+    assert invoke("extract", *options).exit_code == 0
+    assert "seed differ" in error_of(invoke("extract", *options, "--seed", 5))
+
+
+def test_ctrl_c_is_one_line_and_130(teacher, text, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "extract", interrupted)
+    result = invoke("extract", "--teacher", teacher, "--text", text, "--out", tmp_path, *SMALL)
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-1].startswith("error: interrupted")
+
+
+def test_mistakes_are_one_line(done, teacher, text, tmp_path):
+    out, _ = done
+    base = ["run", "--teacher", teacher, "--out", tmp_path / "x", *SMALL, *QUICK]
+    assert "No such file" in error_of(invoke(*base, "--text", tmp_path / "none.txt"))
+    assert "expected one of hinge" in error_of(invoke(*base, "--text", text, "--objective", "magic"))
+    assert "listwise maps go with tiles" in error_of(invoke(*base, "--text", text, "--predictor", "distance"))
+    both = ["--recall", "0.9", "--sparsity", "0.9"]
+    assert "exactly one of recall and sparsity" in error_of(invoke(*base, "--text", text, *both))
+    assert "between 0 and 1" in error_of(invoke(*base, "--text", text, "--recall", "1.5"))
+    assert "hinge:4" in error_of(invoke(*base, "--text", text, "--also", "hinge"))
+    assert "got 'nowhere'" in error_of(invoke("run", "--teacher", "nowhere", "--text", text, "--out", tmp_path / "x"))
+    assert "extract` first" in error_of(invoke("fit", "--data", tmp_path / "none"))
+    assert "card.json" in error_of(invoke("evaluate", "--artifact", tmp_path, "--data", out / "shards"))
+    assert "window" in error_of(invoke(*base, "--text", text, "--window", "4"))
+    assert not (tmp_path / "x" / "artifact").exists()
+
+
+def test_three_sentences_are_too_little_for_64_clusters(teacher, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a cat. a dog.\na bee.\n")
+    options = ["--objective", "hinge", "--predictor", "clusters", "--clusters", 64]
+    result = invoke(
+        "run", "--teacher", teacher, "--text", path, "--out", tmp_path / "x", "--tokens", 64, *QUICK, *options
+    )
+    assert "64 clusters" in error_of(result)
+
+
+def test_calibration_and_measurement_take_different_instances():
+    assert not set(calibration_items(32)) & set(measuring_items(32))
+    assert measuring_items(1) == [0]
+    assert len(calibration_items(100)) == 8
+
+
+def test_whole_configurations():
+    config = minilm()
+    assert (config.fit.objective, config.fit.rank) == ("listwise", 8)
+    assert len(config.fit.also) == 7
+    assert ExtractConfig().tokens == 256
+    assert FitConfig(recall=0.9, sparsity=None).served_kind == "tiles"
+
+
+def test_learning_in_torch_needs_no_global_seed(done, tmp_path):
+    out, _ = done
+    hashes = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        options = ["--data", out / "shards", "--out", tmp_path / str(seed), *QUICK]
+        assert invoke("fit", *options, "--recall", "0.9").exit_code == 0
+        hashes.append(load(tmp_path / str(seed)).card.hash)
+    assert hashes[0] == hashes[1]
