@@ -10,7 +10,6 @@ from sparsefinder.entmax import support
 from sparsefinder.errors import ShapeError
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.shapes import check_alpha, check_finite, check_qkv, check_real, head_scales
-from sparsefinder.threads import threads_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +87,5 @@ def _head_support(
         return torch.zeros(0, dtype=torch.int64, device=q.device)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (q.detach().to(exact) * scale.to(exact)) @ k.detach().to(exact).T
-    with threads_for(scores.numel() * 16):
-        i, j = support(scores, alpha, mask).nonzero(as_tuple=True)
+    i, j = support(scores, alpha, mask).nonzero(as_tuple=True)
     return rows[i] * width + columns[j]

@@ -105,12 +105,14 @@ def _solve(scores: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _newton_cpu(scores: Tensor) -> tuple[Tensor, Tensor]:
-    from sparsefinder.rows import entmax15_rows  # numba is needed on the CPU only
+    from sparsefinder.rows import STEPS_PER_SCORE, entmax15_rows  # numba is needed on the CPU only
+    from sparsefinder.threads import threads_for
 
     rows = scores.reshape(-1, scores.shape[-1]).contiguous()
     p, tau = torch.empty_like(rows), torch.empty_like(rows[:, 0])
     floor = rows.numpy().dtype.type(torch.finfo(rows.dtype).eps / 2)
-    entmax15_rows(rows.numpy(), p.numpy(), tau.numpy(), floor)
+    with threads_for(rows.numel() * STEPS_PER_SCORE):
+        entmax15_rows(rows.numpy(), p.numpy(), tau.numpy(), floor)
     return p.view(scores.shape), tau.view(scores.shape[:-1])
 
 
@@ -180,9 +182,11 @@ class _Entmax(torch.autograd.Function):
 
 
 def _backward_cpu(p: Tensor, grad: Tensor) -> Tensor:
-    from sparsefinder.rows import entmax15_rows_backward
+    from sparsefinder.rows import STEPS_PER_SCORE, entmax15_rows_backward
+    from sparsefinder.threads import threads_for
 
     n = p.shape[-1]
     out = torch.empty_like(p)
-    entmax15_rows_backward(p.view(-1, n).numpy(), grad.reshape(-1, n).contiguous().numpy(), out.view(-1, n).numpy())
+    with threads_for(p.numel() * STEPS_PER_SCORE):
+        entmax15_rows_backward(p.view(-1, n).numpy(), grad.reshape(-1, n).contiguous().numpy(), out.view(-1, n).numpy())
     return out

@@ -39,3 +39,8 @@ class DataError(SparsefinderError):
 
 class ConfigError(SparsefinderError):
     """A setting has a value outside what is allowed."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's exception says, cut to one line; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

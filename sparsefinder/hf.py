@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sparsefinder.attention.api import attend, attend_dense
-from sparsefinder.errors import ConfigError, IncompatibleModelError
+from sparsefinder.errors import ConfigError, IncompatibleModelError, first_line
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
 
-NAME = "sparsefinder"
+NAME, PROBE = "sparsefinder", "sparsefinder-probe"
 PROBE_LENGTHS = (16, 5)
 PROBE_TOLERANCE = 1e-3
 
@@ -72,6 +72,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.runs: list[tuple[Attached, Run]] = []
         self.calls = 0
+        self.recorded: list[torch.nn.Module] = []
 
 
 _THREAD = _Thread()
@@ -192,25 +193,25 @@ def _probe_input(model: Any) -> tuple[Tensor, Tensor]:
 
 
 def _record_calls(probe: Attached, tokens: Tensor, mask: Tensor) -> list[torch.nn.Module]:
-    calls: list[torch.nn.Module] = []
-
-    def record(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        calls.append(module)
-        return torch.zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype, device=q.device), None
-
-    AttentionInterface.register(NAME, record)
-    AttentionMaskInterface.register(NAME, _mask)
+    """The attention modules in the order in which a forward pass calls them; the model is ours afterwards."""
+    _THREAD.recorded = []
     try:
-        probe.model.set_attn_implementation(NAME)
+        probe.model.set_attn_implementation(PROBE)
         probe.model(input_ids=tokens, attention_mask=mask)
+        probe.model.set_attn_implementation(NAME)
     except (ValueError, KeyError, RuntimeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise IncompatibleModelError(
             f"{type(probe.model).__name__}: its attention cannot be replaced ({reason})"
         ) from None
-    finally:
-        AttentionInterface.register(NAME, _attention)
+    calls, _THREAD.recorded = _THREAD.recorded, []
     return calls
+
+
+def _recording(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Attention that only notes who called; under a name of its own, so that no other model ever meets it."""
+    _THREAD.recorded.append(module)
+    return torch.zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype, device=q.device), None
 
 
 def _own(attached: Attached, modules: list[torch.nn.Module]) -> None:
@@ -288,3 +289,9 @@ def _compute(attached: Attached, call: LayerInput) -> Tensor:
 def _predicted(attached: Attached, call: LayerInput) -> Plan:
     predictor = attached.predictors[call.layer]
     return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, attached.tile_size)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(PROBE, _recording)
+AttentionMaskInterface.register(NAME, _mask)
+AttentionMaskInterface.register(PROBE, _mask)

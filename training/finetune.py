@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -21,34 +20,13 @@ from sparsefinder.entmax import support
 from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.hf import Attached, LayerCall, attach
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher, pool, require_encoder
+from training.config import FORMS, FinetuneConfig
 
-Form = Literal["all", "attention", "lora"]
-FORMS: tuple[Form, ...] = ("all", "attention", "lora")
 Ids = Sequence[Sequence[int]]
 
 # Density falls about like scale^-1.45 on MiniLM (docs/decisions.md); a third of the correction a step keeps it calm.
 SCALE_GAIN = 0.3
 SCALE_LIMIT = 0.03
-
-
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """How a student is trained; `density` is the target of the scale controller, a fraction of legal pairs."""
-
-    teacher: str = "minilm"
-    form: Form = "all"
-    rank: int = 64
-    steps: int = 400
-    batch_size: int = 8
-    learning_rate: float = 4e-4
-    warmup: int = 20
-    alpha: float = 1.5
-    start_scale: float = 0.75
-    density: float = 0.056
-    embedding_weight: float = 5.0
-    mlm_weight: float = 0.1
-    mlm_share: float = 0.15
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -225,7 +203,8 @@ def finetune(
         optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, (step + 1) / config.warmup) * max(decay, 0.01)
         with student.attached.using("dense", observe=observer):
             loss = _distance(student, original, items, config)
-            if student.teacher.mlm is not None:
+        if student.teacher.mlm is not None:
+            with student.attached.using("dense"):
                 loss = loss + config.mlm_weight * _mlm_loss(student, items, config.mlm_share, generator)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,24 +1,11 @@
-"""`sparsefinder-train finetune`: a teacher turned into its entmax twin, written as an artifact with a delta."""
+"""`sparsefinder-train finetune`; what it needs of torch is imported when it runs."""
 
-import dataclasses
-import shlex
-import sys
-import time
-from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor
 
-from sparsefinder.artifact import Artifact, Card, load, save
-from sparsefinder.predictors import WindowOnly
-from sparsefinder.teacher import Teacher, load_teacher
-from training.corpus import blocks, chunk_tokens, default_texts, drop_shared, read_texts, text_hash
-from training.finetune import FinetuneConfig, Ids, Quality, Student, finetune, measure
+from training.config import FinetuneConfig
 
 DEFAULT = FinetuneConfig()
 Option = typer.Option
@@ -48,91 +35,7 @@ def finetune_command(
         teacher=teacher, form=form, rank=rank, steps=steps, batch_size=batch_size,  # type: ignore[arg-type]
         learning_rate=learning_rate, embedding_weight=embedding_weight, density=density, seed=seed,
     )  # fmt: skip
-    start = load(artifact) if artifact else None
-    console, original = Console(), load_teacher(teacher)
-    train, held_out = prepare_texts(text or [], eval_text or [])
-    sources = [chunk_tokens(original, part, tokens) for part in train]
-    started = time.perf_counter()
-    student, delta = _train(config, sources, start, console)
-    minutes = (time.perf_counter() - started) / 60
-    qualities = _measure(original, student, held_out, tokens, eval_chunks)
-    figures = {name: dataclasses.asdict(quality) for name, quality in qualities.items()}
-    record = {
-        "command": shlex.join(["sparsefinder-train", *sys.argv[1:]]),
-        "config": dataclasses.asdict(config),
-        "text_sha256": text_hash([piece for part in train for piece in part]),
-        "chunks": [len(source) for source in sources],
-        "minutes": round(minutes, 1),
-        "held_out": figures,
-        "before": start.card.training["finetune"] if start else None,
-    }
-    card = save(out, Artifact(_card(student, original, record), _window_only(student), delta=delta))
-    size = sum(t.numel() * t.element_size() for t in delta.values()) / 1e6
-    for name, quality in qualities.items():
-        console.print(f"{name}: {_line(quality)}")
-    console.print(f"Delta of {size:.2f} MB after {minutes:.1f} minutes; artifact {card.version} lies in {out}")
+    from training.finetune_run import finetune_artifact
 
-
-def prepare_texts(text: list[Path], eval_text: list[Path]) -> tuple[list[list[str]], dict[str, list[str]]]:
-    """Training pieces (the embedded default, then the user's files) and held-out texts by name.
-
-    No piece of the first shares a span of 50 characters with any of the second.
-    """
-    held_out = {"default held-out": default_texts("heldout")} | {path.name: read_texts([path]) for path in eval_text}
-    avoid = [piece for texts in held_out.values() for piece in texts]
-    own = [piece for whole in read_texts(text) for piece in blocks(whole)]
-    parts = [drop_shared(pieces, avoid) for pieces in (default_texts("train"), own)]
-    return [part for part in parts if part], held_out
-
-
-def _line(quality: Quality) -> str:
-    figures = f"cosine {quality.cosine:.4f}, correlation {quality.correlation:.4f}, density {quality.density:.2%}"
-    return f"{figures} ({quality.texts} chunks)"
-
-
-def _train(
-    config: FinetuneConfig, sources: Sequence[Ids], start: Artifact | None, console: Console
-) -> tuple[Student, dict[str, Tensor]]:
-    with Progress(console=console, transient=not console.is_terminal) as progress:
-        bar = progress.add_task("finetune", total=config.steps)
-
-        def on_step(step: int, loss: float, density: float) -> None:
-            progress.update(bar, completed=step + 1, description=f"loss {loss:.4f} density {density:.2%}")
-            if not console.is_terminal and (step + 1) % 25 == 0:
-                console.print(f"step {step + 1} of {config.steps}: loss {loss:.4f}, density {density:.2%}")
-
-        return finetune(config, sources, start=start, on_step=on_step)
-
-
-def _measure(
-    original: Teacher, student: Student, held_out: dict[str, list[str]], tokens: int, count: int
-) -> dict[str, Quality]:
-    """Figures of the delta as it will be read back, not of the weights in memory."""
-    chunks = {name: chunk_tokens(original, texts, tokens)[:count] for name, texts in held_out.items()}
-    return {name: measure(original, student.teacher, student.attached, items) for name, items in chunks.items()}
-
-
-def _window_only(student: Student) -> tuple[WindowOnly, ...]:
-    return tuple(WindowOnly() for _ in range(student.teacher.model.config.num_hidden_layers))
-
-
-def _card(student: Student, original: Teacher, record: dict[str, Any]) -> Card:
-    config = student.teacher.model.config
-    heads = int(config.num_attention_heads)
-    return Card(
-        teacher=original.name,
-        teacher_fingerprint=original.fingerprint,
-        layers=int(config.num_hidden_layers),
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", heads)),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        alpha=student.attached.alpha,
-        head_scale=tuple(tuple(round(float(x), 6) for x in row) for row in student.attached.head_scale),
-        objective="none",
-        served="window",
-        window_size=9,
-        global_tokens=1,
-        tile_size=32,
-        training={"finetune": record},
-        libraries={name: version(name) for name in ("torch", "transformers", "entmax", "numba")},
-    )
+    sources = {"text": text or [], "eval_text": eval_text or []}
+    finetune_artifact(config, out, **sources, artifact=artifact, tokens=tokens, eval_chunks=eval_chunks)

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from sparsefinder.attention.call import Call, without_padding
 from sparsefinder.entmax import entmax
-from sparsefinder.threads import threads_for
 
 CHUNK = 1 << 19  # scores at once: 2 MB, so that they are still in cache when the transform reads them
 
@@ -84,5 +83,4 @@ def _illegal(call: Call, b: int, rows: slice, columns: slice) -> Tensor | None:
 def _transform(scores: Tensor, alpha: float, illegal: Tensor | None) -> Tensor:
     if illegal is not None:
         scores = scores.masked_fill_(illegal, -torch.inf)
-    with threads_for(scores.numel() * 16):
-        return entmax(scores, alpha)
+    return entmax(scores, alpha)

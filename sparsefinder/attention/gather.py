@@ -9,7 +9,6 @@ from torch import Tensor
 from sparsefinder.attention.call import Call, without_padding
 from sparsefinder.entmax import entmax
 from sparsefinder.plan import Plan
-from sparsefinder.threads import threads_for
 
 GROUP = 1 << 22
 
@@ -60,8 +59,7 @@ def _group(
     queries = q[b[:, None], h[:, None], row] * call.scales[h][:, None, None]
     scores = queries @ k[b[:, None], kv, key].transpose(1, 2)
     may = listed[:, None, :] & (plan.first_row[at][:, None, :] <= r[None, :, None])
-    with threads_for(scores.numel() * 16):
-        p = entmax(scores, call.alpha, may)
+    p = entmax(scores, call.alpha, may)
     values = p @ v[b[:, None], kv, key]
     place = (b[:, None] * dims.heads + h[:, None]) * dims.queries + row
     return values[row_in], place[row_in]

@@ -6,7 +6,6 @@ from torch import Tensor
 from sparsefinder.attention.call import Call, without_padding
 from sparsefinder.entmax import entmax
 from sparsefinder.plan import Plan, plan_matrix
-from sparsefinder.threads import threads_for
 
 
 def attend_reference(call: Call, plan: Plan) -> Tensor:
@@ -17,7 +16,6 @@ def attend_reference(call: Call, plan: Plan) -> Tensor:
         for h in range(call.dims.heads):
             kv = h // call.dims.group
             scores = (q[b, h] * call.scales[h]) @ k[b, kv].T
-            with threads_for(scores.numel() * 16):
-                p = entmax(scores, call.alpha, plan_matrix(plan, call.legal, b, h))
+            p = entmax(scores, call.alpha, plan_matrix(plan, call.legal, b, h))
             rows.append(p @ v[b, kv])
     return torch.stack(rows).view(*call.q.shape[:3], call.v.shape[-1])
