@@ -22,7 +22,7 @@ from training.scores import meeting_top, pair_parts, project_parts, tile_parts
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 TILE_SIZES = (8, 16, 32)
-METRIC_OBJECTIVES = ("hinge", "logistic")
+METRIC_OBJECTIVES = ("hinge", "hinge-sum", "logistic")
 
 Options = dict[str, list[Curve]]  # option -> one curve per head
 

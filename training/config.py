@@ -66,7 +66,7 @@ class FitConfig:
     rank: int = 4
     shared: bool = False
     recall: float | None = None
-    sparsity: float | None = 0.85
+    sparsity: float | None = 0.8
     clusters: int = 16
     top: int | None = None
     steps: int = 250
@@ -79,7 +79,7 @@ class FitConfig:
     log_distance: bool = True
     window_size: int = 9
     global_tokens: int = 1
-    tile_size: int = 32
+    tile_size: int = 16
     seed: int = 0
     also: tuple[tuple[Objective, int], ...] = field(default=())
 

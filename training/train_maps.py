@@ -15,14 +15,21 @@ from sparsefinder.predictors import Projections, tile_means, tile_scores
 from sparsefinder.predictors.projections import expand_heads, project_keys, project_queries
 from training.config import FitConfig, Objective
 from training.extract import LayerData
-from training.maps import Form, Maps, Start, as_projections, detached, head_samples, start_maps
-from training.objectives import hinge, listwise, logistic, squared_distances, tile_targets
+from training.maps import Form, Maps, as_projections, detached, head_samples, start_maps
+from training.objectives import HingeForm, hinge, listwise, logistic, squared_distances, tile_targets
 
 SAMPLES = 4096  # tokens that the start is computed from
 LEAST_RATE = 0.05  # of the learning rate, at the end of the cosine
 
 OnStep = Callable[[], None]
-FORMS: dict[str, Form] = {"hinge": "metric", "logistic": "metric", "bilinear": "bilinear", "listwise": "bilinear"}
+HINGE_FORMS: dict[str, HingeForm] = {"hinge": "pair", "hinge-sum": "sum"}
+FORMS: dict[str, Form] = {
+    "hinge": "metric",
+    "hinge-sum": "metric",
+    "logistic": "metric",
+    "bilinear": "bilinear",
+    "listwise": "bilinear",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +87,8 @@ def _start(
     heads = data.q.shape[1]
     q = head_samples(data.q, data.mask, SAMPLES, generator) if tiles is None else tiles.mean_samples()
     k = expand_heads(head_samples(data.k, data.mask, SAMPLES, generator)[None], heads)[0]
-    start: Start = "random" if objective == "hinge" else "svd"
     maps = start_maps(
-        q, k, rank, data.scale, form=FORMS[objective], shared=config.shared, start=start, generator=generator
+        q, k, rank, data.scale, form=FORMS[objective], shared=config.shared, start="svd", generator=generator
     )  # fmt: skip
     if tiles is not None:
         # Constants of a whole tile cancel in the share, so these would never get a gradient.
@@ -109,9 +115,9 @@ def _pair_loss(
     gold = torch.stack([edges_matrix(data.edges, b, h)[rows] for b, h in pairs])
     gold = gold.view(items.shape[0], heads, *gold.shape[1:])
     low_q, low_k = project_queries(maps, q), project_keys(maps, k)
-    if objective == "hinge":
+    if objective in HINGE_FORMS:
         distances = squared_distances(low_q, low_k)
-        return hinge(distances, gold, legal, generator, config.margin, config.hinge_form)
+        return hinge(distances, gold, legal, generator, config.margin, HINGE_FORMS[objective])
     if objective == "logistic":
         return logistic(offset[:, None, None] - squared_distances(low_q, low_k), gold, legal, config.positive_power)
     scores = low_q @ low_k.transpose(-1, -2) + offset[:, None, None]
