@@ -12,7 +12,7 @@ from sparsefinder.artifact import load
 from sparsefinder.predictors import Clusters, Distance, RowBudget, Score, Tiles
 from training import pipeline
 from training.cli import app
-from training.config import ExtractConfig, FitConfig, minilm
+from training.config import KINDS, ExtractConfig, FitConfig, minilm
 from training.fit import calibration_items, measuring_items
 
 SMALL = ["--tokens", "24", "--instances", "6", "--heldout", "4"]
@@ -160,7 +160,8 @@ def test_calibration_and_measurement_take_different_instances():
 def test_whole_configurations():
     config = minilm()
     assert (config.fit.objective, config.fit.rank) == ("listwise", 8)
-    assert len(config.fit.also) == 7
+    everything = {(objective, rank) for objective in KINDS for rank in (4, 8)}
+    assert {*config.fit.also, ("listwise", 8)} == everything
     assert ExtractConfig().tokens == 256
     assert FitConfig(recall=0.9, sparsity=None).served_kind == "tiles"
 

@@ -65,8 +65,8 @@ class FitConfig:
     kind: Kind | None = None
     rank: int = 4
     shared: bool = False
-    recall: float | None = None
-    sparsity: float | None = 0.8
+    recall: float | None = 0.9
+    sparsity: float | None = None
     clusters: int = 16
     top: int | None = None
     steps: int = 250
