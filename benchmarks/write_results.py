@@ -106,7 +106,8 @@ Share of the clusters in use, mean over heads and layers.
 def readme(result: dict[str, Any], training: dict[str, Any]) -> str:
     overall = result["served"]["plan"]["overall"]
     line = ", ".join(f"{name.replace('_', ' ')} {number(overall[name])}" for name in MEASURES)
-    return f"""Recall of the teacher's non-zero attention at equal sparsity, rank 8, held-out text ({result["about"]["shapes"]}):
+    shapes = result["about"]["shapes"]
+    return f"""Recall of the teacher's non-zero attention at equal sparsity, rank 8, held-out text ({shapes}):
 
 {recall_table(result, 8)}
 
