@@ -35,6 +35,7 @@ from training.extract import LayerData, extract_batch, join_layer
 from training.scores import legal_of
 
 BATCH = 4
+INSTANCES, QUICK_INSTANCES = 16, 6
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     artifact = load(options.artifact)
     teacher = load_teacher(artifact.card.teacher)
     attached = attach_artifact(teacher, artifact)
-    count = 8 if options.quick else 24
+    count = QUICK_INSTANCES if options.quick else INSTANCES
     texts = read_texts(options.text) if options.text else default_texts("heldout")
     chunks = _spread(chunk_tokens(teacher, texts, options.tokens), count, options.seed)
     result: dict[str, Any] = {"about": _about(options, artifact, chunks)}
@@ -50,9 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: {value}")
     layers = _extract(teacher, attached, chunks, artifact)
     chosen, measured = list(range(0, len(chunks), 2)), list(range(1, len(chunks), 2)) or [0]
-    rows = all_rows(artifact, options.ranks, options.seed)
-    result["recall"] = [_recall(row, layers, chosen, measured) for row in rows]
-    _print_recall(result["recall"])
+    result["recall"] = []
+    _print_heading()
+    for row in all_rows(artifact, options.ranks, options.seed):
+        result["recall"].append(_recall(row, layers, chosen, measured))
+        _print_recall(result["recall"][-1])
     result["mixed_clusters"] = _mixed(artifact, layers)
     result["served"] = {name: report.as_dict() for name, report in _served(artifact, layers, measured).items()}
     result["cosine"] = _cosines(artifact, teacher, attached, chunks)
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--artifact", type=Path, required=True, help="folder of the artifact")
-    parser.add_argument("--quick", action="store_true", help="8 instances instead of 24")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_INSTANCES} instances instead of {INSTANCES}")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each instance")
@@ -124,15 +127,17 @@ def _recall(row: Row, layers: list[LayerData], chosen: list[int], measured: list
     }
 
 
-def _print_recall(rows: list[dict[str, Any]]) -> None:
+def _print_heading() -> None:
     print("\nRecall at equal sparsity (mean over instances, heads and layers; set: pattern, for tiles the plan)")
     heads = "".join(f"{s:>7}" for s in SPARSITIES)
-    print(f"{'row':46}{'rank':>5}{heads}   option at 0.9")
-    for row in rows:
-        values = "".join(f"{value:7.3f}" if math.isfinite(value) else f"{'–':>7}" for value in row["recall"])
-        option = row["usual_option"][SPARSITIES.index(0.9)] if row["usual_option"] else ""
-        label = row["row"] + (" (control)" if row["control"] else "")
-        print(f"{label:46}{row['rank'] or '':>5}{values}   {option}")
+    print(f"{'row':52}{'rank':>5}{heads}   option at 0.9")
+
+
+def _print_recall(row: dict[str, Any]) -> None:
+    values = "".join(f"{value:7.3f}" if math.isfinite(value) else f"{'–':>7}" for value in row["recall"])
+    option = row["usual_option"][SPARSITIES.index(0.9)] if row["usual_option"] else ""
+    label = row["row"] + (" (control)" if row["control"] else "")
+    print(f"{label:52}{row['rank'] or '':>5}{values}   {option}", flush=True)
 
 
 def _mixed(artifact: Artifact, layers: list[LayerData]) -> dict[str, float]:
