@@ -18,7 +18,7 @@ from sparsefinder.predictors.projections import expand_heads, project_keys, proj
 from training.config import CLUSTER_COUNTS, FitConfig, Objective
 from training.cut import CURVE_POINTS, Curve, curve, recalls_at, threshold_at
 from training.extract import LayerData, read_layer, read_manifest
-from training.kmeans import kmeans
+from training.kmeans import POINTS_PER_CLUSTER, kmeans
 from training.maps import head_samples
 from training.scores import cluster_parts, legal_of, pair_parts, tile_parts
 from training.train_maps import Trained, train_layer
@@ -109,7 +109,7 @@ def fit_clusters(
         DataError: fewer queries and keys than clusters.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = 256 * clusters
+    tokens = POINTS_PER_CLUSTER * clusters // 2
     q = project_queries(projections, head_samples(data.q, data.mask, tokens, generator)[None])[0]
     keys = expand_heads(head_samples(data.k, data.mask, tokens, generator)[None], projections.heads)
     k = project_keys(projections, keys)[0]

@@ -14,8 +14,8 @@ from sparsefinder.faiss_choice import kmeans_backend
 
 Points = npt.NDArray[np.float32]
 
-ITERATIONS = 25
-POINTS_PER_CLUSTER = 512  # more points move no centroid worth the time
+ITERATIONS = 20
+POINTS_PER_CLUSTER = 256  # more points move no centroid worth the time
 
 _log = logging.getLogger(__name__)
 
