@@ -82,7 +82,7 @@ def test_files_are_read_whole_and_bad_ones_are_named(tmp_path):
 
 
 def test_the_end_of_a_users_text_is_held_out_and_not_trained_on():
-    lines = [f"line {n} of a book that says {n * n} things about {n + 7}" for n in range(400)]
+    lines = [f"line {n} of a long book that says {n * n} different things about number {n + 7}" for n in range(400)]
     text = "\n".join([*lines, lines[3]])
     train, heldout = split_texts([text])
     assert shared_spans(train, heldout) == []
