@@ -124,6 +124,7 @@ def test_ctrl_c_is_one_line_and_130(teacher, text, tmp_path, monkeypatch):
     assert result.stderr.strip().splitlines()[-1].startswith("error: interrupted")
 
 
+@pytest.mark.unchecked
 def test_mistakes_are_one_line(done, teacher, text, tmp_path):
     out, _ = done
     base = ["run", "--teacher", teacher, "--out", tmp_path / "x", *SMALL, *QUICK]

@@ -55,6 +55,7 @@ def test_hinge_is_equation_7_by_double_loops(form, causal):
     torch.testing.assert_close(hinge(squared_distances(q, k), gold, legal, generator, 1.0, form), expected)
 
 
+@pytest.mark.unchecked
 def test_hinge_refuses_another_form():
     q, k, gold, legal = case()
     with pytest.raises(ConfigError, match="pair or sum"):

@@ -122,7 +122,7 @@ def listwise(log_share: Float[Tensor, "B H T M"], target: Float[Tensor, "B H T M
     return total_loss / counted.sum((0, 2)).clamp(min=1)
 
 
-def tile_targets(mass: Float[Tensor, "B H N M"], tile_size: int, power: float = 0.5) -> Float[Tensor, "B H T M"]:
+def tile_targets(mass: Float[Tensor, "*B N M"], tile_size: int, power: float = 0.5) -> Float[Tensor, "*B T M"]:
     """Teacher's mass^power, summed over the rows of each tile; the last tile may be shorter."""
     parts = torch.split(mass.pow(power), tile_size, dim=-2)
     return torch.stack([part.sum(-2) for part in parts], -2)
