@@ -1,4 +1,4 @@
-"""Rows of the quality table: for every head, the recall/sparsity curves of a predictor's options on held-out items.
+"""Rows of the quality table: for every head, the recall of a predictor's options at each sparsity, on held-out items.
 
 A row has one or more options (numbers of clusters, window sizes, tile sizes). The best option for each head and
 sparsity is chosen on one half of the items and read off on the other, so no row profits from what it is measured on.
@@ -16,7 +16,7 @@ from sparsefinder.edges import edges_matrix
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, window
 from sparsefinder.predictors import Clusters, Projections, Tiles, random_projections, true_score_projections
-from training.cut import Curve, Part, curve, recalls_at
+from training.cut import Curve, Part, curve, recalls_at, recalls_by_selection
 from training.extract import LayerData
 from training.scores import meeting_top, pair_parts, project_parts, tile_parts
 
@@ -24,12 +24,13 @@ SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 TILE_SIZES = (8, 16, 32)
 METRIC_OBJECTIVES = ("hinge", "hinge-sum", "logistic")
 
-Options = dict[str, list[Curve]]  # option -> one curve per head
+Tables = tuple[Tensor, Tensor]
+Options = dict[str, list[list[float]]]  # option -> for each head the recall at each of SPARSITIES, NaN = not reached
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; `options(layer, data, items)` computes its curves."""
+    """A line of the table; `options(layer, data, items)` measures them."""
 
     name: str
     rank: int | None
@@ -42,8 +43,10 @@ def all_rows(artifact: Artifact, ranks: Sequence[int], seed: int = 0) -> list[Ro
     card = artifact.card
     positional = window(card.window_size) | GlobalTokens(card.global_tokens)
     rows = [
-        Row("window only", None, lambda _, data, items: {"": window_curves(data, items, 0)}, control=True),
-        Row("window ∪ global", None, lambda _, data, items: {"": window_curves(data, items, card.global_tokens)}, True),
+        Row("window only", None, lambda _, data, items: {"": window_recalls(data, items, 0)}, control=True),
+        Row(
+            "window ∪ global", None, lambda _, data, items: {"": window_recalls(data, items, card.global_tokens)}, True
+        ),
     ]
     for rank in ranks:
         rows += _controls(card.heads, card.head_dim, rank, seed)
@@ -76,9 +79,7 @@ def _metric_rows(artifact: Artifact, objective: str, rank: int, positional: Patt
         rows.append(Row(f"{objective} + {kind} ∪ window ∪ global", rank, _layered(maps, positional, budget)))
     sets = {key: value for key, value in artifact.centroids.items() if key.startswith(f"{name}-b")}
     if sets:
-        rows.append(Row(f"{objective} + clusters", rank, _clusters(maps, sets, None)))
-        count = artifact.card.global_tokens
-        rows.append(Row(f"{objective} + clusters ∪ window ∪ global", rank, _clusters(maps, sets, count)))
+        rows += _cluster_rows(objective, rank, maps, sets, artifact.card.global_tokens)
     return rows
 
 
@@ -104,13 +105,19 @@ def _tile_rows(artifact: Artifact, rank: int) -> list[Row]:
     def options(layer: int, data: LayerData, items: Sequence[int]) -> Options:
         tiles = Tiles(maps[layer], threshold=0.0, distance_weight=weights[layer])
         found = {size: tile_parts(tiles, data, items, Nothing(), size) for size in TILE_SIZES}
-        return {f"tile {size}": [curve(head) for head in parts] for size, parts in found.items()}
+        return {
+            f"tile {size}": [recalls_at(curve(head), SPARSITIES) for head in parts] for size, parts in found.items()
+        }
 
     return [Row("listwise tiles (plan)", rank, options)]
 
 
 def _pairs(maps: Projections, positional: Pattern, budget: bool) -> Callable[[int, LayerData, Sequence[int]], Options]:
-    return lambda _, data, items: {"": [curve(head) for head in pair_parts(maps, data, items, positional, budget)]}
+    return lambda _, data, items: {"": _recalls(pair_parts(maps, data, items, positional, budget))}
+
+
+def _recalls(parts: Sequence[Sequence[Part]]) -> list[list[float]]:
+    return [recalls_by_selection(head, SPARSITIES) for head in parts]
 
 
 def _layered(
@@ -119,8 +126,8 @@ def _layered(
     return lambda layer, data, items: _pairs(maps[layer], positional, budget)(layer, data, items)
 
 
-def window_curves(data: LayerData, items: Sequence[int], global_tokens: int) -> list[Curve]:
-    """Windows of every radius, the same curve for each head's own graph."""
+def window_recalls(data: LayerData, items: Sequence[int], global_tokens: int) -> list[list[float]]:
+    """Windows of every radius, against each head's own graph."""
     heads = data.q.shape[1]
     parts: list[list[Part]] = [[] for _ in range(heads)]
     for b in items:
@@ -129,7 +136,7 @@ def window_curves(data: LayerData, items: Sequence[int], global_tokens: int) -> 
         for head in range(heads):
             gold = edges_matrix(data.edges, b, head)[:n, :n][legal]
             parts[head].append(Part(scores[legal], torch.ones_like(gold), gold))
-    return [curve(head) for head in parts]
+    return _recalls(parts)
 
 
 def _nearness(n: int, global_tokens: int) -> Tensor:
@@ -144,58 +151,74 @@ def _legal(data: LayerData, n: int) -> Tensor:
     return legal.tril() if data.causal else legal
 
 
-def _clusters(
-    maps: Sequence[Projections], sets: Mapping[str, Sequence[Tensor]], global_tokens: int | None
-) -> Callable[[int, LayerData, Sequence[int]], Options]:
-    """Options: the number of clusters, and with a window also `top`, while the window fills up to the sparsity."""
+def _cluster_rows(
+    objective: str, rank: int, maps: Sequence[Projections], sets: Mapping[str, Sequence[Tensor]], global_tokens: int
+) -> list[Row]:
+    """Clusters alone, and with window and global tokens. Options: the number of clusters, and with a window also
+    `top`, while the window fills up to the sparsity. Both rows are read off the same tables, which are kept."""
+    kept: dict[tuple[int, tuple[int, ...]], dict[str, list[tuple[Tables, Tables]]]] = {}
 
-    def options(layer: int, data: LayerData, items: Sequence[int]) -> Options:
-        found: Options = {}
-        for key, centroids in sets.items():
-            label = key.rsplit("-", 1)[-1]
-            clusters = Clusters(maps[layer], centroids[layer], torch.ones(centroids[layer].shape[0], dtype=torch.long))
-            tables = [_tables(clusters, data, items, head, global_tokens) for head in range(data.q.shape[1])]
-            if global_tokens is None:
-                found[label] = [_along_top(table) for table in tables]
-            else:
-                for top in range(1, centroids[layer].shape[1] // 2 + 1):
-                    found[f"{label} top {top}"] = [_along_window(table, top) for table in tables]
-        return found
+    def tables(layer: int, data: LayerData, items: Sequence[int]) -> dict[str, list[tuple[Tables, Tables]]]:
+        at = (layer, tuple(items))
+        if at not in kept:
+            kept[at] = {}
+            for key, centroids in sets.items():
+                clusters = Clusters(maps[layer], centroids[layer], torch.ones(data.q.shape[1], dtype=torch.long))
+                kept[at][key.rsplit("-", 1)[-1]] = _tables(clusters, data, items, global_tokens)
+        return kept[at]
 
-    return options
+    def alone(layer: int, data: LayerData, items: Sequence[int]) -> Options:
+        found = tables(layer, data, items)
+        return {label: [recalls_at(_along_top(own), SPARSITIES) for own, _ in heads] for label, heads in found.items()}
+
+    def with_window(layer: int, data: LayerData, items: Sequence[int]) -> Options:
+        return {
+            f"{label} top {top}": [recalls_at(_along_window(both, top), SPARSITIES) for _, both in heads]
+            for label, heads in tables(layer, data, items).items()
+            for top in range(1, int(label[1:]) // 2 + 1)
+        }
+
+    return [
+        Row(f"{objective} + clusters", rank, alone),
+        Row(f"{objective} + clusters ∪ window ∪ global", rank, with_window),
+    ]
 
 
 def _tables(
-    clusters: Clusters, data: LayerData, items: Sequence[int], head: int, global_tokens: int | None
-) -> tuple[Tensor, Tensor]:
-    """Shares of the legal and of the gold pairs by (least `top` at which they meet, distance), mean over instances.
-
-    Global pairs stand at top 0: they are kept whatever the clusters say.
-    """
-    count, longest = clusters.centroids.shape[1], data.q.shape[2]
-    pairs, golds, with_gold = torch.zeros(count + 1, longest).double(), torch.zeros(count + 1, longest).double(), 0
+    clusters: Clusters, data: LayerData, items: Sequence[int], global_tokens: int
+) -> list[tuple[Tables, Tables]]:
+    """For each head the shares of the legal and of the gold pairs by (least `top` at which they meet, distance), mean
+    over instances; then the same with global pairs at top 0: kept whatever the clusters say."""
+    heads, width = data.q.shape[1], data.q.shape[2]
+    shape = (heads, 2, 2, clusters.centroids.shape[1] + 1, width)  # head, without or with global, legal or gold
+    total, with_gold = torch.zeros(shape, dtype=torch.float64), [0] * heads
     for b in items:
         n = int(data.mask[b].sum())
-        legal = _legal(data, n)
+        legal, distance = _legal(data, n), -_nearness(n, 0).long()
         q, k = project_parts(clusters.projections, data, b)
-        meet = meeting_top(q[head], k[head], clusters.centroids[head]).long()
-        if global_tokens is not None:
-            meet[:global_tokens], meet[:, :global_tokens] = 0, 0
-        cell = (meet * longest - _nearness(n, 0).long())[legal]
-        gold = edges_matrix(data.edges, b, head)[:n, :n][legal]
-        pairs += torch.bincount(cell, minlength=pairs.numel()).view_as(pairs) / cell.numel()
-        if gold.any():
-            golds += torch.bincount(cell[gold], minlength=pairs.numel()).view_as(pairs) / gold.sum()
-            with_gold += 1
-    return pairs / len(items), golds / max(with_gold, 1)
+        for head in range(heads):
+            meet = meeting_top(q[head], k[head], clusters.centroids[head]).long()
+            gold = edges_matrix(data.edges, b, head)[:n, :n][legal]
+            with_gold[head] += bool(gold.any())
+            for extra in range(2):
+                if extra:
+                    meet[:global_tokens], meet[:, :global_tokens] = 0, 0
+                cell = (meet * width + distance)[legal]
+                for kind, cells in enumerate((cell, cell[gold])):
+                    number = torch.bincount(cells, minlength=shape[3] * width).view(shape[3:])
+                    total[head, extra, kind] += number / max(cells.numel(), 1)
+    for head in range(heads):
+        total[head, :, 0] /= len(items)
+        total[head, :, 1] /= max(with_gold[head], 1)
+    return [((own[0], own[1]), (both[0], both[1])) for own, both in total]
 
 
-def _along_top(tables: tuple[Tensor, Tensor]) -> Curve:
+def _along_top(tables: Tables) -> Curve:
     density, recall = (table.sum(1).cumsum(0)[1:] for table in tables)
     return Curve(-torch.arange(1.0, density.shape[0] + 1).double(), 1 - density, recall)
 
 
-def _along_window(tables: tuple[Tensor, Tensor], top: int) -> Curve:
+def _along_window(tables: Tables, top: int) -> Curve:
     """Clusters up to `top`, then nearer pairs first; what the clusters hold cannot be taken away."""
     inside = [table[: top + 1].sum() for table in tables]
     density, recall = (
@@ -210,8 +233,8 @@ def choose(options: Options, chosen_on: Options) -> list[list[tuple[float, str]]
     names = list(options)
     found = []
     for head in range(len(options[names[0]])):
-        before = {name: recalls_at(chosen_on[name][head], SPARSITIES) for name in names}
-        after = {name: recalls_at(options[name][head], SPARSITIES) for name in names}
+        before = {name: chosen_on[name][head] for name in names}
+        after = {name: options[name][head] for name in names}
         line = []
         for s in range(len(SPARSITIES)):
             able = [n for n in names if not (math.isnan(before[n][s]) or math.isnan(after[n][s]))]

@@ -15,7 +15,7 @@ from sparsefinder.plan import computed_pairs
 from sparsefinder.predictors import Clusters, Distance, RowBudget, Score, Tiles, random_projections
 from sparsefinder.predictors.projections import project_keys, project_queries
 from training.config import FitConfig
-from training.cut import Curve, Part, curve, cut_at, recalls_at, threshold_at
+from training.cut import Curve, Part, curve, cut_at, recalls_at, recalls_by_selection, threshold_at
 from training.evaluate import layer_counts
 from training.extract import LayerData
 from training.fit import fit_clusters
@@ -158,6 +158,18 @@ def test_recalls_between_points_are_linear_and_nan_where_nothing_can_be_dropped(
     forced = recalls_at(replace(points, forced=True), [0.9, 0.8, 0.6])
     assert math.isnan(forced[0])
     assert forced[1:] == pytest.approx([0.5, 0.7])
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_selection_gives_the_recalls_of_the_whole_curve(seed, forced):
+    parts = some_parts(seed, forced)
+    targets = [0.0, 0.3, 0.5, 0.77, 0.9, 0.95]
+    equal = [parts[1], replace(parts[1], scores=parts[1].scores.flip(0)), replace(parts[1], gold=parts[1].gold & False)]
+    for some in (parts, equal):
+        assert recalls_by_selection(some, targets) == pytest.approx(recalls_at(curve(some), targets), nan_ok=True)
+    with pytest.raises(DataError, match="at least one gold pair"):
+        recalls_by_selection(equal[2:])
 
 
 @pytest.mark.parametrize("kind", ["distance", "score", "budget", "clusters"])
