@@ -33,6 +33,7 @@ from training.corpus import chunk_tokens, default_texts, read_texts
 from training.evaluate import has_pattern, layer_counts
 from training.extract import LayerData, extract_batch, join_layer
 from training.scores import legal_of
+from training.threads import single_thread
 
 BATCH = 4
 INSTANCES, QUICK_INSTANCES = 16, 6
@@ -53,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen, measured = list(range(0, len(chunks), 2)), list(range(1, len(chunks), 2)) or [0]
     result["recall"] = []
     _print_heading()
-    for row in all_rows(artifact, options.ranks, options.seed):
-        result["recall"].append(_recall(row, layers, chosen, measured))
-        _print_recall(result["recall"][-1])
-    result["mixed_clusters"] = _mixed(artifact, layers)
+    with single_thread():
+        for row in all_rows(artifact, options.ranks, options.seed):
+            result["recall"].append(_recall(row, layers, chosen, measured))
+            _print_recall(result["recall"][-1])
+        result["mixed_clusters"] = _mixed(artifact, layers)
     result["served"] = {name: report.as_dict() for name, report in _served(artifact, layers, measured).items()}
     result["cosine"] = _cosines(artifact, teacher, attached, chunks)
     print("\nCosine of embeddings, mean (least):")

@@ -69,9 +69,9 @@ class FitConfig:
     sparsity: float | None = None
     clusters: int = 16
     top: int | None = None
-    steps: int = 250
+    steps: int = 200
     learning_rate: float = 2e-2
-    instances: int = 4
+    instances: int = 2
     rows: int = 32
     margin: float = 1.0
     positive_power: float = 0.5

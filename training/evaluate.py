@@ -10,6 +10,7 @@ from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.predictors import Predictor, Tiles, layer_pattern, layer_plan
 from training.extract import LayerData, read_layer, read_manifest
 from training.fit import measuring_items
+from training.threads import single_thread
 
 BATCH = 4
 
@@ -36,10 +37,11 @@ def evaluate(
         raise DataError(f"evaluate: expected shards of {len(predictors)} layers, got {manifest['layers']}")
     items = measuring_items(manifest["instances"], instances)
     layers = []
-    for layer, predictor in enumerate(predictors):
-        data = read_layer(heldout, layer, manifest)
-        layers.append(layer_counts(data, predictor, positional, tile_size, set_name, items, layer))
-        on_layer(layer + 1, len(predictors))
+    with single_thread():
+        for layer, predictor in enumerate(predictors):
+            data = read_layer(heldout, layer, manifest)
+            layers.append(layer_counts(data, predictor, positional, tile_size, set_name, items, layer))
+            on_layer(layer + 1, len(predictors))
     return summarize(layers)
 
 

@@ -21,6 +21,7 @@ from training.extract import LayerData, read_layer, read_manifest
 from training.kmeans import POINTS_PER_CLUSTER, kmeans
 from training.maps import head_samples
 from training.scores import cluster_parts, legal_of, pair_parts, tile_parts
+from training.threads import single_thread
 from training.train_maps import Trained, train_layer
 
 CALIBRATION_INSTANCES = 8  # every other held-out instance, at most so many; the rest is for measuring
@@ -77,6 +78,11 @@ def fit(
     Raises:
         DataError: the splits are missing, of different teachers, or too small for the clusters.
     """
+    with single_thread():
+        return _fit(train, heldout, config, on_progress)
+
+
+def _fit(train: Path, heldout: Path, config: FitConfig, on_progress: OnProgress) -> Fitted:
     manifest = _same_teacher(read_manifest(train), read_manifest(heldout))
     wanted = list(dict.fromkeys([(config.objective, config.rank), *config.also]))
     trained: dict[str, list[Trained]] = {name_of(*pair): [] for pair in wanted}

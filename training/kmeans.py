@@ -68,11 +68,16 @@ def _distinct(x: Points, clusters: int) -> Points | None:
 def _faiss(x: Points, clusters: int, seed: int, gpu: bool) -> Points:
     import faiss
 
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)  # for the reason given in `training.threads`
     model = faiss.Kmeans(
         x.shape[1], clusters, niter=ITERATIONS, seed=seed, gpu=gpu, verbose=False,
         min_points_per_centroid=1, max_points_per_centroid=x.shape[0],
     )  # fmt: skip
-    model.train(x)
+    try:
+        model.train(x)
+    finally:
+        faiss.omp_set_num_threads(threads)
     return np.array(model.centroids, dtype=np.float32)
 
 
