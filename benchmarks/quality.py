@@ -156,7 +156,8 @@ def _mixed(artifact: Artifact, layers: list[LayerData]) -> dict[str, float]:
         found[name] = sum(shares) / len(shares)
     if found:
         print(
-            "\nMixed clusters (hold queries and keys), a share: " + ", ".join(f"{n} {v:.2f}" for n, v in found.items())
+            "\nMixed clusters (hold queries and keys) in one instance, a share: "
+            + ", ".join(f"{n} {v:.2f}" for n, v in found.items())
         )
     return found
 

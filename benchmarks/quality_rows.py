@@ -13,9 +13,11 @@ from torch import Tensor
 
 from sparsefinder.artifact import Artifact
 from sparsefinder.edges import edges_matrix
+from sparsefinder.entmax import threshold
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, window
 from sparsefinder.predictors import Clusters, Projections, Tiles, random_projections, true_score_projections
+from sparsefinder.predictors.projections import expand_heads
 from training.cut import Curve, Part, curve, recalls_at, recalls_by_selection
 from training.extract import LayerData
 from training.scores import meeting_top, pair_parts, project_parts, tile_parts
@@ -55,6 +57,7 @@ def all_rows(artifact: Artifact, ranks: Sequence[int], seed: int = 0) -> list[Ro
         rows += _bilinear_rows(artifact, rank, positional)
         rows += _tile_rows(artifact, rank)
     true = true_score_projections(card.heads, card.head_dim)
+    rows.append(Row("oracle: true score − τ of its row", None, _above_tau))
     rows.append(Row("oracle: true score, threshold", None, _pairs(true, Nothing(), budget=False)))
     rows.append(Row("oracle: true score, budget", None, _pairs(true, Nothing(), budget=True)))
     return rows
@@ -118,6 +121,22 @@ def _pairs(maps: Projections, positional: Pattern, budget: bool) -> Callable[[in
 
 def _recalls(parts: Sequence[Sequence[Part]]) -> list[list[float]]:
     return [recalls_by_selection(head, SPARSITIES) for head in parts]
+
+
+def _above_tau(_: int, data: LayerData, items: Sequence[int]) -> Options:
+    """The ceiling: gold pairs are those above zero, so all of them come first."""
+    heads = data.q.shape[1]
+    keys = expand_heads(data.k, heads)
+    parts: list[list[Part]] = [[] for _ in range(heads)]
+    for b in items:
+        n = int(data.mask[b].sum())
+        legal = _legal(data, n)
+        for head in range(heads):
+            scores = data.scale[head] * data.q[b, head, :n] @ keys[b, head, :n].T
+            above = (data.alpha - 1) * scores - threshold(scores, data.alpha, legal)[:, None]
+            gold = edges_matrix(data.edges, b, head)[:n, :n][legal]
+            parts[head].append(Part(above[legal], torch.ones_like(gold), gold))
+    return {"": _recalls(parts)}
 
 
 def _layered(

@@ -2,13 +2,14 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
 from typer.testing import CliRunner
 
-from sparsefinder.artifact import load
+from sparsefinder.artifact import load, save
 from sparsefinder.predictors import Clusters, Distance, RowBudget, Score, Tiles
 from training import pipeline
 from training.cli import app
@@ -122,6 +123,18 @@ def test_ctrl_c_is_one_line_and_130(teacher, text, tmp_path, monkeypatch):
     result = invoke("extract", "--teacher", teacher, "--text", text, "--out", tmp_path, *SMALL)
     assert result.exit_code == 130
     assert result.stderr.strip().splitlines()[-1].startswith("error: interrupted")
+
+
+def test_shards_of_another_teacher_delta_are_refused(done, tmp_path):
+    out, _ = done
+    artifact = load(out / "artifact")
+    name = "encoder.layer.0.attention.self.query.bias.full"
+    save(tmp_path / "other", replace(artifact, delta={name: torch.ones(32).half()}))
+    shards = ["--data", out / "shards"]
+    assert "teacher delta" in error_of(
+        invoke("fit", *shards, "--artifact", tmp_path / "other", "--out", tmp_path / "x")
+    )
+    assert "teacher delta" in error_of(invoke("evaluate", *shards, "--artifact", tmp_path / "other"))
 
 
 @pytest.mark.unchecked

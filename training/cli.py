@@ -242,12 +242,11 @@ def _named(text: str) -> tuple[str, int]:
 def _base(teacher: str, asked: str | None, delta: str) -> str:
     """The artifact whose delta the shards were made with: the one that is named, or the shipped one if it matches."""
     from sparsefinder.artifact import load
-    from training.pipeline import starting_artifact
+    from training.pipeline import delta_hash, starting_artifact
 
     base = starting_artifact(teacher, asked) if delta or asked else ""
-    found = load(base).card.hash if base else ""
-    if found != delta:
-        raise ConfigError("artifact: expected the one that the shards were extracted with (pass it as --artifact)")
+    if delta_hash(load(base) if base else None) != delta:
+        raise ConfigError("artifact: expected one with the teacher delta of the shards (pass it as --artifact)")
     return base
 
 

@@ -1,5 +1,6 @@
 """The steps of the command line as functions: open a teacher, extract its splits, fit, measure, write an artifact."""
 
+import hashlib
 import shlex
 import sys
 import time
@@ -65,6 +66,17 @@ def starting_artifact(teacher: str, asked: str | None) -> str:
         return ""
 
 
+def delta_hash(artifact: Artifact | None) -> str:
+    """sha256 of a teacher delta's content, empty where there is none: artifacts with one delta share their shards."""
+    if artifact is None or not artifact.delta:
+        return ""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(artifact.delta.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def texts_of(config: ExtractConfig) -> dict[Split, list[str]]:
     """Training and held-out text: the user's files, or the embedded default."""
     if config.text:
@@ -90,7 +102,7 @@ def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progr
             "text_sha256": text_hash(texts[split]),
             "seed": config.seed,
             "text": list(config.text),
-            "delta": opened.artifact.card.hash if opened.artifact else "",
+            "delta": delta_hash(opened.artifact),
         }
         manifest = make_manifest(
             opened.teacher, opened.attached, chunks, split=split, shard_size=config.shard_size, **about
@@ -138,6 +150,8 @@ def evaluate_artifact(path: Path, shards: Path, on_progress: OnProgress) -> dict
     manifest = read_manifest(shards / "heldout")
     if manifest["teacher_fingerprint"] != artifact.card.teacher_fingerprint:
         raise DataError(f"{shards}: expected shards of the artifact's teacher, got those of another model")
+    if manifest["delta"] != delta_hash(artifact):
+        raise DataError(f"{shards}: expected shards extracted with this artifact's teacher delta, got those of another")
     positional = window(artifact.card.window_size) | GlobalTokens(artifact.card.global_tokens)
     names: list[SetName] = ["plan", "pattern"] if has_pattern(artifact.layers) else ["plan"]
     size, step = artifact.card.tile_size, _step(on_progress, "evaluate")
