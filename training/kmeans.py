@@ -15,7 +15,7 @@ from sparsefinder.faiss_choice import kmeans_backend
 Points = npt.NDArray[np.float32]
 
 ITERATIONS = 20
-POINTS_PER_CLUSTER = 256  # more points move no centroid worth the time
+POINTS_PER_CLUSTER = 128  # more points move no centroid worth the time
 
 _log = logging.getLogger(__name__)
 
