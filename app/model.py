@@ -29,6 +29,12 @@ def choose_device(asked: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
+def label(folder: Path) -> str:
+    """What people call an artifact: its folder, or the run's folder where it is the `artifact` that a run wrote."""
+    resolved = folder.resolve()
+    return resolved.parent.name if resolved.name == "artifact" else resolved.name
+
+
 @dataclass(frozen=True)
 class Content:
     """An artifact as read from its folder."""
@@ -75,7 +81,7 @@ class ServedModel:
         self._special = frozenset(original.tokenizer.all_special_ids) - {original.tokenizer.unk_token_id}
         self.calibration = calibration_of(card.calibration)
         self.description = Description(
-            artifact=content.folder.resolve().name,
+            artifact=label(content.folder),
             version=card.version,
             folder=str(content.folder.resolve()),
             teacher=original.name,

@@ -15,7 +15,7 @@ from tiny_bert import HEADS, LAYERS, WORDS, make_artifact, make_teacher
 from app.audit import Sample
 from app.calibration import calibration_of
 from app.main import make_engine
-from app.model import Content, ModelLoader, ServedModel, kept_keys
+from app.model import Content, ModelLoader, ServedModel, kept_keys, label
 from app.servable import Forward
 from app.settings import load_settings
 from app.telemetry import Telemetry
@@ -210,3 +210,8 @@ def test_settings_make_the_real_engine_with_its_own_threads(root: Path) -> None:
     engine = make_engine(settings, Telemetry())
     assert isinstance(engine.loader, ModelLoader)
     assert engine._worker.submit(torch.get_num_threads).result() == 1
+
+
+def test_an_artifact_is_called_by_its_folder_or_its_run(tmp_path: Path) -> None:
+    assert label(tmp_path / "runs" / "emma" / "artifact") == "emma"
+    assert label(tmp_path / "minilm-entmax") == "minilm-entmax"
