@@ -19,16 +19,20 @@ from sparsefinder.predictors.budget import RowBudget
 from sparsefinder.predictors.clustering import Clusters, mixed_share
 from sparsefinder.predictors.controls import WindowOnly
 from sparsefinder.predictors.distance import Distance
+from sparsefinder.predictors.lsh import Lsh, Smyrf, lsh_rotations, smyrf_directions
 from sparsefinder.predictors.projections import (
     Projections,
     project,
     random_projections,
     true_score_projections,
 )
+from sparsefinder.predictors.quantization import Quantization
 from sparsefinder.predictors.score import Score
 from sparsefinder.predictors.tiles import Tiles, log_distance, tile_means, tile_scores
+from sparsefinder.predictors.tokens import unpicked_queries
+from sparsefinder.predictors.topk import TopKeys
 
-Predictor = Distance | Score | Clusters | RowBudget | Tiles | WindowOnly
+Predictor = Distance | Score | Clusters | RowBudget | Tiles | WindowOnly | Quantization | TopKeys | Lsh | Smyrf
 
 PREDICTORS: dict[str, type[Predictor]] = {
     "distance": Distance,
@@ -37,28 +41,39 @@ PREDICTORS: dict[str, type[Predictor]] = {
     "budget": RowBudget,
     "tiles": Tiles,
     "window": WindowOnly,
+    "quantization": Quantization,
+    "topk": TopKeys,
+    "lsh": Lsh,
+    "smyrf": Smyrf,
 }
 
 __all__ = [
     "PREDICTORS",
     "Clusters",
     "Distance",
+    "Lsh",
     "Predictor",
     "Projections",
+    "Quantization",
     "RowBudget",
     "Score",
+    "Smyrf",
     "Tiles",
+    "TopKeys",
     "WindowOnly",
     "layer_pattern",
     "layer_plan",
     "log_distance",
+    "lsh_rotations",
     "mixed_share",
     "predictor_to",
     "project",
     "random_projections",
+    "smyrf_directions",
     "tile_means",
     "tile_scores",
     "true_score_projections",
+    "unpicked_queries",
 ]
 
 
