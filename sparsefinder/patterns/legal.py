@@ -69,3 +69,8 @@ def legal_to(legal: Legal, device: torch.device | str) -> Legal:
 def first_real(legal: Legal) -> Int[Tensor, " B"]:
     """Index of each item's first real key, from which positions and tiles are counted; 0 where all is padding."""
     return legal.key_real.int().argmax(-1)
+
+
+def last_real(legal: Legal) -> Int[Tensor, " B"]:
+    """Index of each item's last real key; the last index where all is padding."""
+    return legal.key_real.shape[1] - 1 - legal.key_real.flip(-1).int().argmax(-1)
