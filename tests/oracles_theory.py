@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 
 def softmax(z):
@@ -66,3 +67,32 @@ def hamiltonian_orders(union):
         for order in itertools.permutations(range(len(union)))
         if all(before in union[after] for before, after in itertools.pairwise(order))
     ]
+
+
+def bucket_sizes(shares, tokens, throws, seed):
+    """Tokens thrown into buckets: mean size of a bucket, and mean size of the bucket of a token."""
+    draw = random.Random(seed)
+    seen = 0.0
+    for _ in range(throws):
+        counts = [0] * len(shares)
+        for bucket in draw.choices(range(len(shares)), shares, k=tokens):
+            counts[bucket] += 1
+        seen += sum(count * count for count in counts) / tokens
+    return tokens / len(shares), seen / throws
+
+
+def lsh(cosine, buckets, rounds, draws, seed):
+    """Two vectors in the plane, hashed by argmax[Rx; −Rx]: share of collisions, and of pairs that all rounds miss."""
+    draw = random.Random(seed)
+    sine = math.sqrt(1 - cosine * cosine)
+    met = missed = 0
+    for _ in range(draws):
+        hits = 0
+        for _ in range(rounds):
+            rows = [(draw.gauss(0, 1), draw.gauss(0, 1)) for _ in range(buckets // 2)]
+            one = [a for a, _ in rows] + [-a for a, _ in rows]
+            two = [cosine * a + sine * b for a, b in rows] + [-cosine * a - sine * b for a, b in rows]
+            hits += one.index(max(one)) == two.index(max(two))
+        met += hits
+        missed += hits == 0
+    return met / (draws * rounds), missed / draws
