@@ -94,14 +94,17 @@ def test_a_model_with_a_masked_language_head_learns_through_it(tmp_path: Path) -
     assert losses[1][0] > losses[0][0] + 1  # cross-entropy over 64 words starts near log 64
 
 
-def test_batches_visit_every_item_of_every_source_in_turn() -> None:
+def test_batches_take_from_every_source_in_turn_and_visit_every_item() -> None:
     sources = [[[n] for n in range(8)], [[n] for n in range(100, 104)]]
     stream = batches(sources, 4, seed=0)
-    taken = [next(stream) for _ in range(8)]
-    assert sorted(item[0] for items in (taken[0], taken[2]) for item in items) == list(range(8))
-    assert all(sorted(item[0] for item in items) == list(range(100, 104)) for items in taken[1::2])
-    with pytest.raises(DataError, match="at least 5 chunks, got 4"):
-        next(batches(sources, 5, seed=0))
+    taken = [next(stream) for _ in range(4)]
+    assert all(len(items) == 4 and sum(item[0] >= 100 for item in items) == 2 for items in taken)
+    numbers = [item[0] for items in taken for item in items]
+    first, second = [n for n in numbers if n < 100], [n for n in numbers if n >= 100]
+    assert sorted(first) == list(range(8))
+    assert sorted(second[:4]) == sorted(second[4:]) == list(range(100, 104))
+    with pytest.raises(DataError, match="at least one chunk"):
+        next(batches([sources[0], []], 5, seed=0))
 
 
 def test_correlation_is_pearsons_over_pairs() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,9 @@ Objective = Literal["hinge", "hinge-sum", "logistic", "bilinear", "listwise"]
 Kind = Literal["distance", "score", "clusters", "budget", "tiles"]
 Form = Literal["all", "attention", "lora"]
 FORMS: tuple[Form, ...] = get_args(Form)
+
+# Steps of one size suit each form: whole weights diverge at what the factors of LoRA need (docs/decisions.md).
+LEARNING_RATES: dict[Form, float] = {"all": 4e-4, "attention": 4e-4, "lora": 1.5e-3}
 
 CLUSTER_COUNTS = (8, 16, 32, 64)  # of the centroids that are kept for every metric set of maps, for comparisons
 
@@ -118,18 +122,24 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """How a student is trained; `density` is the target of the scale controller, a fraction of legal pairs."""
+    """How a student is trained.
+
+    rank: of LoRA and of the stored delta. learning_rate: None = the form's own. scale_rate: learning rate of each
+    head's log scale, 0 = no scale learns. density: what the mean density over heads is held to, a fraction of legal
+    pairs.
+    """
 
     teacher: str = "minilm"
-    form: Form = "all"
+    form: Form = "lora"
     rank: int = 64
-    steps: int = 400
+    steps: int = 600
     batch_size: int = 8
-    learning_rate: float = 4e-4
+    learning_rate: float | None = None
+    scale_rate: float = 0.01
     warmup: int = 20
     alpha: float = 1.5
     start_scale: float = 0.75
-    density: float = 0.056
+    density: float = 0.057
     embedding_weight: float = 5.0
     mlm_weight: float = 0.1
     mlm_share: float = 0.15
@@ -145,6 +155,53 @@ def minilm() -> RunConfig:
         if (objective, rank) != ("listwise", 8)
     )
     return RunConfig(ExtractConfig(artifact="artifacts/minilm-entmax"), FitConfig(rank=8, also=also))
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """What `sweep` runs: the grid of Treviso et al. (2022, section 5), and how much text it is measured on.
+
+    thresholds: distances, lengths. densities: shares of pairs that per-head thresholds and per-row budgets aim at.
+    buckets: numbers of clusters, bins and buckets. counts: random keys or blocks of a query, random global tokens.
+    windows: sizes, odd or 0; those beyond the length are left out. train_instances: for centroids and gates.
+    quality_points: settings at which the attention is really replaced, over `quality_instances`.
+    """
+
+    tokens: int = 256
+    instances: int = 200
+    train_instances: int = 16
+    thresholds: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
+    densities: tuple[float, ...] = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
+    buckets: tuple[int, ...] = (2, 4, 6, 8, 10, 12, 16, 20)
+    counts: tuple[int, ...] = (2, 4, 6, 8, 10, 12, 16, 20)
+    windows: tuple[int, ...] = (0, 1, 3, 5, 7, 9, 11, 15, 19, 23, 27, 31, 41, 51, 75, 101, 125, 151, 175, 201, 251)
+    tile_sizes: tuple[int, ...] = (8, 16, 32)
+    quality_points: int = 40
+    quality_instances: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "instances", "train_instances", "quality_instances"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("quality_points", self.quality_points, 0)
+        if 0 not in self.windows or any(size and size % 2 == 0 for size in self.windows):
+            raise ConfigError(f"windows: expected 0 and odd sizes, got {self.windows}")
+
+
+def paper_mlm() -> SweepConfig:
+    """The paper's grid for encoders."""
+    return SweepConfig()
+
+
+def quick_form(config: SweepConfig) -> SweepConfig:
+    """The same rows on little text and every few points of the grid."""
+    return dataclasses.replace(
+        config, instances=12, train_instances=8, buckets=(4, 8, 16), counts=(4, 12),
+        windows=(0, 1, 5, 11, 27, 75, 151), tile_sizes=(16,), quality_points=8, quality_instances=8,
+    )  # fmt: skip
+
+
+SWEEPS: dict[str, Callable[[], SweepConfig]] = {"paper-mlm": paper_mlm}
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Softmax → entmax: distil a model's own hidden states and embedding into its entmax twin (issue: the teacher).
+"""Softmax → entmax: distil a model's own hidden states and embedding into its entmax twin.
 
 The student starts as the original with its softmax replaced by entmax on scaled scores, and learns to give the
-original's hidden states back. The scale follows the measured density, so that the result keeps to a density target.
+original's hidden states back. Each head learns its own scale, and all scales are moved together along the gradient of
+the mean density so that it stays at its target: density goes to the heads where it lowers the loss most.
 """
 
 import itertools
@@ -20,13 +21,13 @@ from sparsefinder.entmax import support
 from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.hf import Attached, LayerCall, attach
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher, pool, require_encoder
-from training.config import FORMS, FinetuneConfig
+from training.config import FORMS, LEARNING_RATES, FinetuneConfig
 
 Ids = Sequence[Sequence[int]]
 
 # Density falls about like scale^-1.45 on MiniLM (docs/decisions.md); a third of the correction a step keeps it calm.
 SCALE_GAIN = 0.3
-SCALE_LIMIT = 0.03
+SCALE_LIMIT = 0.06
 
 
 @dataclass(frozen=True)
@@ -107,24 +108,24 @@ def _merge(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def batches(sources: Sequence[Ids], size: int, seed: int) -> Iterator[list[Sequence[int]]]:
-    """Endless batches, the sources in turn, each shuffled anew when it is used up.
+    """Endless batches, their items from the sources in turn; each source is shuffled anew when it is used up.
 
     Raises:
-        DataError: a source has fewer items than a batch.
+        DataError: a source without an item.
     """
     for number, source in enumerate(sources):
-        if len(source) < size:
-            raise DataError(f"text source {number}: expected at least {size} chunks, got {len(source)}")
+        if not source:
+            raise DataError(f"text source {number}: expected at least one chunk, got none")
 
-    def endless(source: Ids, generator: torch.Generator) -> Iterator[list[Sequence[int]]]:
+    def endless(source: Ids, generator: torch.Generator) -> Iterator[Sequence[int]]:
         while True:
-            order = torch.randperm(len(source), generator=generator).tolist()
-            for start in range(0, len(order) - size + 1, size):
-                yield [source[i] for i in order[start : start + size]]
+            for i in torch.randperm(len(source), generator=generator).tolist():
+                yield source[i]
 
     streams = [endless(s, torch.Generator().manual_seed(seed + n)) for n, s in enumerate(sources)]
-    for stream in itertools.cycle(streams):
-        yield next(stream)
+    items = (next(stream) for stream in itertools.cycle(streams))
+    while True:
+        yield list(itertools.islice(items, size))
 
 
 def _distance(student: Student, original: Teacher, items: Sequence[Sequence[int]], config: FinetuneConfig) -> Tensor:
@@ -151,15 +152,16 @@ def _mlm_loss(student: Student, items: Sequence[Sequence[int]], share: float, ge
     return torch.nn.functional.cross_entropy(logits[hide], tokens[hide])
 
 
-def _follow_density(attached: Attached, shares: Float[Tensor, "L H"], target: float) -> None:
-    """Move every head's scale against its own share of the excess.
+@torch.no_grad()
+def _hold_density(log_scale: Float[Tensor, "L H"], shares: Float[Tensor, "L H"], target: float) -> None:
+    """Move every head's log scale against its own share of the excess.
 
-    A head of density d loses about `1.45 d` of it per unit of log scale, so this is the gradient of the mean density:
-    heads that are sparse anyway are left alone, and what a head needs the distillation loss gives back.
+    A head of density d loses about `1.45 d` of it per unit of log scale, so this runs along the gradient of the mean
+    density, as a Lagrange multiplier would: heads that are sparse anyway are left alone.
     """
     wanted = SCALE_GAIN * math.log(float(shares.mean()) / target)
     step = wanted * shares * (shares.sum() / shares.square().sum())
-    attached.head_scale *= step.clamp(-SCALE_LIMIT, SCALE_LIMIT).exp().to(attached.head_scale)
+    log_scale += step.clamp(-SCALE_LIMIT, SCALE_LIMIT).to(log_scale)
 
 
 class _Density:
@@ -170,8 +172,8 @@ class _Density:
 
     def __call__(self, call: LayerCall) -> None:
         real = call.legal.key_real[0]
-        q, k = call.q[0].detach()[:, real], call.k[0].detach()[:, real]
-        scores = call.scale[:, None, None] * (q @ k.repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(-1, -2))
+        q, k, scale = call.q[0].detach()[:, real], call.k[0].detach()[:, real], call.scale.detach()
+        scores = scale[:, None, None] * (q @ k.repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(-1, -2))
         self.layers.append(support(scores, call.alpha).float().mean((-2, -1)))
 
     def shares(self) -> Float[Tensor, "L H"]:
@@ -194,13 +196,16 @@ def finetune(
     """
     original, student = load_teacher(config.teacher), make_student(config, start)
     weights = [w for w in student.teacher.model.parameters() if w.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    log_scale = student.attached.head_scale.log().requires_grad_()
+    optimizer = _optimizer(config, weights, log_scale)
+    rates = [group["lr"] for group in optimizer.param_groups]
     stream, generator = batches(sources, config.batch_size, config.seed), torch.Generator().manual_seed(config.seed)
     smoothed: Tensor | None = None
     for step in range(config.steps):
         items, observer = next(stream), _Density()
-        decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
-        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, (step + 1) / config.warmup) * max(decay, 0.01)
+        student.attached.head_scale = log_scale.exp()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * _rate(step, config)
         with student.attached.using("dense", observe=observer):
             loss = _distance(student, original, items, config)
         if student.teacher.mlm is not None:
@@ -211,12 +216,25 @@ def finetune(
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         smoothed = observer.shares() if smoothed is None else 0.85 * smoothed + 0.15 * observer.shares()
-        _follow_density(student.attached, smoothed, config.density)
+        _hold_density(log_scale, smoothed, config.density)
         on_step(step, float(loss.detach()), float(smoothed.mean()))
+    student.attached.head_scale = log_scale.detach().exp()
     delta = make_delta(student.before, _merge(student.teacher.model), config.rank)
     student.teacher.model.load_state_dict(dict(student.before), strict=False)
     apply_delta(student.teacher.model, delta)
     return student, delta
+
+
+def _optimizer(config: FinetuneConfig, weights: list[torch.nn.Parameter], log_scale: Tensor) -> torch.optim.Optimizer:
+    rate = LEARNING_RATES[config.form] if config.learning_rate is None else config.learning_rate
+    groups = [{"params": weights, "lr": rate}, {"params": [log_scale], "lr": config.scale_rate}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
+
+
+def _rate(step: int, config: FinetuneConfig) -> float:
+    """A linear warm-up, then half a cosine down to a hundredth."""
+    decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+    return min(1.0, (step + 1) / config.warmup) * max(decay, 0.01)
 
 
 @torch.no_grad()

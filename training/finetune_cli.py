@@ -22,7 +22,8 @@ def finetune_command(
     steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = DEFAULT.steps,
     batch_size: Annotated[int, Option(min=1)] = DEFAULT.batch_size,
     tokens: Annotated[int, Option(help="Tokens of every chunk, special tokens included.")] = 256,
-    learning_rate: Annotated[float, Option(min=0.0)] = DEFAULT.learning_rate,
+    learning_rate: Annotated[float | None, Option(min=0.0, help="Default: what suits the form.")] = None,
+    scale_rate: Annotated[float, Option(min=0.0, help="Learning rate of the heads' log scales.")] = DEFAULT.scale_rate,
     embedding_weight: Annotated[
         float, Option(min=0.0, help="Weight of the embedding's cosine beside the hidden states.")
     ] = DEFAULT.embedding_weight,
@@ -33,7 +34,8 @@ def finetune_command(
     """Replace a model's softmax by entmax and distil the original into it; writes a small delta with its figures."""
     config = FinetuneConfig(
         teacher=teacher, form=form, rank=rank, steps=steps, batch_size=batch_size,  # type: ignore[arg-type]
-        learning_rate=learning_rate, embedding_weight=embedding_weight, density=density, seed=seed,
+        learning_rate=learning_rate, scale_rate=scale_rate,
+        embedding_weight=embedding_weight, density=density, seed=seed,
     )  # fmt: skip
     from training.finetune_run import finetune_artifact
 
