@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsefinder.errors import PatternError
 from sparsefinder.patterns.algebra import Context, Pattern
 from sparsefinder.patterns.positional import require_whole
 
@@ -29,8 +30,7 @@ class RandomKeys(Pattern):
     causal: bool = False
 
     def __post_init__(self) -> None:
-        require_whole("random count", self.count, 0)
-        require_whole("random seed", self.seed, 0)
+        _require_draw(self)
 
     def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
         return _is_drawn(self, 1, ctx, b, h, i, j)
@@ -51,11 +51,17 @@ class RandomBlocks(Pattern):
 
     def __post_init__(self) -> None:
         require_whole("block", self.block, 1)
-        require_whole("random count", self.count, 0)
-        require_whole("random seed", self.seed, 0)
+        _require_draw(self)
 
     def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
         return _is_drawn(self, self.block, ctx, b, h, i, j)
+
+
+def _require_draw(pattern: RandomKeys | RandomBlocks) -> None:
+    require_whole("random count", pattern.count, 0)
+    require_whole("random seed", pattern.seed, 0)
+    if not isinstance(pattern.causal, bool):
+        raise PatternError(f"causal: expected True or False, got {pattern.causal!r}")
 
 
 def _is_drawn(
