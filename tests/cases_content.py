@@ -5,12 +5,20 @@ import torch
 from torch import Tensor
 
 from sparsefinder.predictors import (
+    ChunkClusters,
+    Clustered,
+    Gate,
+    InvertedClusters,
+    InvertedLists,
     Lsh,
     Predictor,
     Projections,
     Quantization,
+    RoutedChunks,
+    Routing,
     Smyrf,
     TopKeys,
+    clustered_hashes,
     lsh_rotations,
     smyrf_directions,
 )
@@ -24,10 +32,23 @@ def whole(*shape: int, seed: int, low: int = -3, high: int = 3) -> Tensor:
     return torch.randint(low, high + 1, shape, generator=generator).float()
 
 
+def unit(*shape: int, seed: int) -> Tensor:
+    """Directions."""
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
 def maps(form: str = "metric", seed: int = 0) -> Projections:
     parts = [whole(HEADS, RANK, DIM, seed=seed + s, low=-1, high=1) for s in (0, 1)]
     biases = [whole(HEADS, RANK, seed=seed + s, low=-1, high=1) for s in (2, 3)]
     return Projections(*parts, *biases, form)
+
+
+def gate_maps(seed: int = 0) -> Projections:
+    """Bilinear maps of `[mean; max]` with a linear term of the keys."""
+    g = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(HEADS, RANK, 2 * DIM, generator=g) / 4 for _ in range(2)]
+    linear = torch.randn(HEADS, 2 * DIM, generator=g) / 4
+    return Projections(*parts, *[torch.zeros(HEADS, RANK)] * 2, "bilinear", k_linear=linear)
 
 
 def sequences(batch: int, tokens: int, seed: int = 0, kv_heads: int = 2) -> tuple[Tensor, Tensor]:
@@ -44,4 +65,14 @@ def content_predictors(seed: int = 0) -> dict[str, Predictor]:
         "lsh": Lsh(lsh_rotations(HEADS, DIM, 6, 3, seed)),
         "lsh shared": Lsh(lsh_rotations(HEADS, DIM, 4, 20, seed), shared=True),
         "smyrf": Smyrf(smyrf_directions(HEADS, DIM, 2, seed), 4),
+        "routing": Routing(unit(HEADS, 7, DIM, seed=seed)),
+        "routing narrow": Routing(unit(HEADS, 70, DIM, seed=seed), 2),
+        "clustered": Clustered(clustered_hashes(HEADS, DIM, 11, seed), 6, 3),
+        "inverted": InvertedLists(whole(HEADS, 9, DIM, seed=seed), torch.full((HEADS,), 0.3), -1.5),
+        "inverted metric": InvertedClusters(maps(seed=seed), whole(HEADS, 6, RANK, seed=seed), -2.0),
+        "chunks": ChunkClusters(maps(seed=seed), whole(HEADS, 6, RANK, seed=seed), 2, 3),
+        "routed tokens": RoutedChunks(maps(seed=seed), whole(HEADS, 6, RANK, seed=seed)),
+        "routed chunks": RoutedChunks(maps(seed=seed), whole(HEADS, 6, RANK, seed=seed), 2, 3),
+        "gate top": Gate(gate_maps(seed), 3, top=2),
+        "gate share": Gate(gate_maps(seed), 1, threshold=-2.6),
     }

@@ -1,11 +1,12 @@
 """Content predictors against loops over plain numbers, and the laws that all of them keep."""
 
 import warnings
+from dataclasses import replace
 
 import oracles_content as oracle
 import pytest
 import torch
-from cases_content import DIM, HEADS, RANK, content_predictors, maps, sequences, whole
+from cases_content import DIM, HEADS, RANK, content_predictors, gate_maps, maps, sequences, unit, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,21 +18,35 @@ from sparsefinder.patterns.positional import Nothing, Window
 from sparsefinder.plan import plan_matrix
 from sparsefinder.predictors import (
     PREDICTORS,
+    ChunkClusters,
+    Clustered,
+    Clusters,
+    Gate,
+    InvertedClusters,
+    InvertedLists,
     Lsh,
     Predictor,
+    Projections,
     Quantization,
+    RoutedChunks,
+    Routing,
     Smyrf,
     TopKeys,
+    clustered_hashes,
+    ema_update,
     layer_plan,
     lsh_rotations,
     predictor_to,
     smyrf_directions,
+    svd_projections,
     true_score_projections,
     unpicked_queries,
 )
+from sparsefinder.predictors.clustered import ITERATIONS
 
 SAMPLES = content_predictors()
 ANY_LAYER = [name for name, p in SAMPLES.items() if not getattr(p, "whole_sequence", False)]
+INVERTED = ("inverted", "inverted metric")
 RANKING = [name for name in SAMPLES if name not in ANY_LAYER]
 
 
@@ -104,6 +119,138 @@ def test_smyrf_is_its_definition(seed: int, n: int, buckets: int, rounds: int) -
         assert graph(pattern, legal, h) == oracle.smyrf(head(q, h), head(k, h), directions[:, h].tolist(), buckets)
 
 
+@given(seed=st.integers(0, 999), n=st.integers(1, 20), clusters=st.integers(1, 9), window=st.integers(0, 22))
+@settings(max_examples=10)
+def test_routing_is_its_definition(seed: int, n: int, clusters: int, window: int) -> None:
+    q, k = (x + torch.rand_like(x) for x in sequences(1, n, seed))
+    predictor, legal = Routing(unit(HEADS, clusters, DIM, seed=seed), window or None), legal_full(1, n, n)
+    pattern = predictor.pattern(q, k, legal)
+    lonely = unpicked_queries(pattern, legal)
+    for h in range(HEADS):
+        expected = oracle.routing(head(q, h), head(k, h), predictor.centroids[h].tolist(), window or None)
+        assert graph(pattern, legal, h) == expected
+        assert int(lonely[0, h]) == n - len({i for i, _ in expected})
+
+
+def test_an_online_step_moves_centroids_to_their_real_tokens() -> None:
+    q, k = (x + torch.rand_like(x) for x in sequences(2, 15))
+    mask = torch.arange(15)[None] < torch.tensor([[15], [6]])
+    centroids = unit(HEADS, 5, DIM, seed=4)
+    centroids[:, 4] = centroids[:, 0]  # of equally near ones the first counts, so nobody comes to this one
+    q, k = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (q, k))
+    moved = ema_update(centroids, q, k, legal_from_mask(mask), 0.7)
+    for h in range(HEADS):
+        points = [x for y in (q[:, h], k[:, h // 2]) for x in y[mask].tolist()]
+        expected = oracle.moved_centroids(points, centroids[h].tolist(), 0.7)
+        torch.testing.assert_close(moved[h], torch.tensor(expected), atol=1e-5, rtol=0)
+    assert torch.equal(moved[:, 4], centroids[:, 4])
+    assert torch.equal(ema_update(centroids, q, k, legal_from_mask(mask), 0.7), moved)
+    with pytest.raises(PatternError, match="decay"):
+        ema_update(centroids, q, k, legal_from_mask(mask), 1.5)
+
+
+@given(seed=st.integers(0, 999), n=st.integers(1, 20), clusters=st.integers(1, 24), keys=st.integers(1, 22))
+@settings(max_examples=10)
+def test_clustered_attention_is_its_definition(seed: int, n: int, clusters: int, keys: int) -> None:
+    q, k = (x + torch.rand_like(x) for x in sequences(1, n, seed))
+    hashes, legal = clustered_hashes(HEADS, DIM, 9, seed), legal_full(1, n, n)
+    pattern = Clustered(hashes, clusters, keys).pattern(q, k, legal)
+    for h in range(HEADS):
+        codes = [[oracle.dot(row, x) > 0 for row in hashes[h].tolist()] for x in head(q, h)]
+        owner = oracle.hamming_clusters(codes, clusters, ITERATIONS)
+        assert graph(pattern, legal, h) == oracle.clustered(head(q, h), head(k, h), owner, keys)
+
+
+@given(seed=st.integers(0, 999), n=st.integers(1, 20), clusters=st.integers(1, 12), causal=st.booleans())
+@settings(max_examples=10)
+def test_inverted_lists_are_their_definition(seed: int, n: int, clusters: int, causal: bool) -> None:
+    q, k = sequences(1, n, seed)
+    legal = legal_full(1, n, n, causal)
+    raw = InvertedLists(whole(HEADS, clusters, DIM, seed=seed), torch.tensor([0.1, 0.3, 0.5, 1.0]), -1.7)
+    learned = InvertedClusters(maps(seed=seed), whole(HEADS, clusters, RANK, seed=seed, low=-9, high=9), -1.7)
+    found_raw, found_learned = raw.pattern(q, k, legal), learned.pattern(q, k, legal)
+    for h in range(HEADS):
+        centroids, factor = raw.centroids[h].tolist(), float(raw.scale[h])
+        scores = [[factor * oracle.dot(x, c) for c in centroids] for x in head(q, h)]
+        owner = [oracle.nearest(x, centroids) for x in head(k, h)]
+        assert graph(found_raw, legal, h) == oracle.probing(scores, owner, causal, -1.7)
+        low_q, low_k = projected(learned, q, k, h)
+        centroids = learned.centroids[h].tolist()
+        scores = [[-sum((a - b) ** 2 for a, b in zip(x, c, strict=True)) for c in centroids] for x in low_q]
+        owner = [oracle.nearest(x, centroids) for x in low_k]
+        assert graph(found_learned, legal, h) == oracle.probing(scores, owner, causal, -1.7)
+
+
+@given(seed=st.integers(0, 999), n=st.integers(1, 20), size=st.integers(1, 22), count=st.integers(1, 6))
+@settings(max_examples=10)
+def test_chunks_are_their_definition(seed: int, n: int, size: int, count: int) -> None:
+    q, k = (x + torch.rand_like(x) for x in sequences(1, n, seed))
+    k = k[:, :, : max(1, n - 3)]
+    legal, centroids = legal_full(1, n, k.shape[2]), whole(HEADS, 6, RANK, seed=seed)
+    first = ChunkClusters(maps(seed=seed), centroids, count, size)
+    second = [RoutedChunks(maps(seed=seed), centroids, window, size) for window in (None, count)]
+    found = [p.pattern(q, k, legal) for p in (first, *second)]
+    rows, columns = oracle.blocks(n, size), oracle.blocks(k.shape[2], size)
+    for h in range(HEADS):
+        low_q, low_k = projected(first, q, k, h)
+        low_q, low_k = ([oracle.mean([x[i] for i in b]) for b in p] for x, p in ((low_q, rows), (low_k, columns)))
+        c = centroids[h].tolist()
+        query, key = ([oracle.nearest_few(x, c, count) for x in side] for side in (low_q, low_k))
+        expected = [oracle.share_a_bucket(query, key), *(oracle.routed(low_q, low_k, c, p.window) for p in second)]
+        assert [graph(p, legal, h) for p in found] == [oracle.spread(pairs, rows, columns) for pairs in expected]
+
+
+@given(seed=st.integers(0, 999), n=st.integers(1, 20), size=st.integers(1, 22), top=st.integers(0, 4))
+@settings(max_examples=10)
+def test_the_gate_is_its_definition(seed: int, n: int, size: int, top: int) -> None:
+    q, k = (x + torch.rand_like(x) for x in sequences(1, n, seed))
+    predictor = Gate(gate_maps(seed), size, top=top or None, threshold=None if top else -1.5)
+    legal, m = legal_full(1, n, n), predictor.maps
+    pattern, parts = predictor.pattern(q, k, legal), oracle.blocks(n, size)
+    for h in range(HEADS):
+        queries, keys = ([oracle.mean_and_max([x[i] for i in b]) for b in parts] for x in (head(q, h), head(k, h)))
+        low_q, low_k = (
+            [[oracle.dot(row, x) for row in w[h].tolist()] for x in side]
+            for w, side in ((m.q_map, queries), (m.k_map, keys))
+        )
+        column = [oracle.dot(m.k_linear[h].tolist(), y) for y in keys]
+        scores = [[oracle.dot(x, y) + extra for y, extra in zip(low_k, column, strict=True)] for x in low_q]
+        expected = oracle.gate(scores, top or None, predictor.threshold)
+        assert graph(pattern, legal, h) == oracle.spread(expected, parts, parts)
+
+
+def test_chunks_of_one_token_are_the_token_level_clusters() -> None:
+    q, k = sequences(1, 15)
+    legal, centroids = legal_full(1, 15, 15), whole(HEADS, 6, RANK, seed=1)
+    one = ChunkClusters(maps(), centroids, 2, 1).pattern(q, k, legal)
+    same = Clusters(maps(), centroids, torch.full((HEADS,), 2)).pattern(q, k, legal)
+    for h in range(HEADS):
+        assert graph(one, legal, h) == graph(same, legal, h)
+
+
+def test_a_truncated_svd_is_the_best_map_of_its_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(2, HEADS, DIM, DIM, generator=generator, dtype=torch.float64)
+    q = torch.randn(HEADS, 400, DIM, generator=generator, dtype=torch.float64) @ mix[0]
+    k = torch.randn(HEADS, 300, DIM, generator=generator, dtype=torch.float64) @ mix[1] + 2
+    centred = k - k.mean(1, keepdim=True)
+    moments = q.transpose(1, 2) @ q / 400, centred.transpose(1, 2) @ centred / 300
+    true = 0.5 * q @ k.transpose(1, 2)
+    errors = []
+    for rank in (1, 3, DIM, DIM + 2):
+        maps_ = svd_projections(*moments, k.mean(1), rank, 0.5)
+        assert maps_.form == "bilinear"
+        low_q, low_k = q.float() @ maps_.q_map.transpose(1, 2), k.float() @ maps_.k_map.transpose(1, 2)
+        scores = low_q @ (low_k + maps_.k_bias[:, None]).transpose(1, 2) + q.float() @ maps_.q_linear[..., None]
+        errors.append((scores.double() - true).square().mean((1, 2)))
+    # The least error is the tail of the squared singular values of the sampled score matrix (Eckart and Young, 1936).
+    tail = torch.linalg.svdvals(0.5 * q @ centred.transpose(1, 2)).square() / (400 * 300)
+    for error, rank in zip(errors, (1, 3, DIM, DIM + 2), strict=True):
+        torch.testing.assert_close(error, tail[:, rank:].sum(-1), rtol=1e-3, atol=1e-6)
+    with pytest.raises(PatternError, match="rank"):
+        svd_projections(*moments, k.mean(1), 0)
+
+
 def test_the_asymmetric_transforms_turn_inner_products_into_distances() -> None:
     from sparsefinder.predictors.lsh import smyrf_transforms
 
@@ -121,6 +268,13 @@ def test_more_rounds_and_fewer_bins_only_add_pairs() -> None:
         (Smyrf(smyrf_directions(HEADS, DIM, 1, 3), 5), Smyrf(smyrf_directions(HEADS, DIM, 4, 3), 5)),
         (TopKeys(maps(), 2), TopKeys(maps(), 6)),
         (Quantization(maps(), 25), Quantization(maps(), 1)),
+        (Routing(unit(HEADS, 5, DIM, seed=0), 2), Routing(unit(HEADS, 5, DIM, seed=0), 9)),
+        (Clustered(clustered_hashes(HEADS, DIM, 9, 0), 5, 2), Clustered(clustered_hashes(HEADS, DIM, 9, 0), 5, 9)),
+        *(
+            (replace(SAMPLES[name], **{cut: 1}), replace(SAMPLES[name], **{cut: 3}))
+            for name, cut in (("chunks", "top_k"), ("routed tokens", "window"), ("gate top", "top"))
+        ),
+        *((replace(SAMPLES[name], threshold=-1.0), replace(SAMPLES[name], threshold=-9.0)) for name in INVERTED),
     ):
         for h in range(HEADS):
             assert graph(few.pattern(q, k, legal), legal, h) < graph(many.pattern(q, k, legal), legal, h)
@@ -186,7 +340,7 @@ def test_the_same_twice_and_after_saving(name: str) -> None:
     for h in range(HEADS):
         found = [graph(p.pattern(q, k, legal), legal, h, 1) for p in (predictor, predictor, predictor_to(again, "cpu"))]
         assert found[0] == found[1] == found[2]
-    for missing in predictor.to_tensors():
+    for missing in set(predictor.to_tensors()) - {"k_linear"}:
         rest = {key: value for key, value in predictor.to_tensors().items() if key != missing}
         with pytest.raises(KeyError, match=missing):
             PREDICTORS[predictor.kind].from_tensors(rest, predictor.settings())
@@ -289,9 +443,53 @@ def test_sizes_that_do_not_fit_are_typed_errors(name: str) -> None:
 @pytest.mark.unchecked
 def test_what_cannot_be_is_a_typed_error() -> None:
     q, k = sequences(1, 9)
-    for make in (lambda: Quantization(maps("bilinear"), 4),):
+    centroids = torch.zeros(HEADS, 3, RANK)
+    for make in (
+        lambda: Quantization(maps("bilinear"), 4),
+        lambda: InvertedClusters(maps("bilinear"), centroids, -1.0),
+        lambda: ChunkClusters(maps("bilinear"), centroids, 1, 4),
+        lambda: RoutedChunks(maps("bilinear"), centroids),
+    ):
         with pytest.raises(PatternError, match="expected projections of the form metric, got bilinear"):
             make()
+    for make in (
+        lambda: Routing(torch.zeros(HEADS, 0, DIM)),
+        lambda: InvertedLists(torch.zeros(HEADS, 0, DIM), torch.ones(HEADS), -1.0),
+        lambda: InvertedClusters(maps(), centroids[:, :0], -1.0),
+        lambda: RoutedChunks(maps(), centroids[:, :0]),
+    ):
+        with pytest.raises(PatternError, match="fit them first"):  # case 10
+            make()
+    for make in (
+        lambda: Routing(torch.zeros(HEADS, DIM)),
+        lambda: InvertedClusters(maps(), torch.zeros(HEADS, 3, RANK + 1), -1.0),
+        lambda: InvertedClusters(maps(), torch.zeros(2, 3, RANK), -1.0),
+        lambda: ChunkClusters(maps(), torch.zeros(HEADS, 3, RANK + 1), 1, 4),
+    ):
+        with pytest.raises(ShapeError, match="centroids"):
+            make()
+    with pytest.raises(ShapeError, match="scale"):
+        InvertedLists(torch.zeros(HEADS, 3, DIM), torch.ones(2), -1.0)
+    with pytest.raises(ShapeError, match="hashes"):
+        Clustered(torch.zeros(HEADS, DIM), 3, 3)
+    with pytest.raises(PatternError, match="1 cluster and key"):
+        Clustered(clustered_hashes(HEADS, DIM, 5, 0), 3, 0)
+    with pytest.raises(PatternError, match="window"):
+        Routing(unit(HEADS, 3, DIM, seed=0), 0)
+    for make, word in (
+        (lambda: ChunkClusters(maps(), centroids, 4, 4), "top_k"),
+        (lambda: ChunkClusters(maps(), centroids, 1, 0), "chunk"),
+        (lambda: RoutedChunks(maps(), centroids, 0), "window"),
+        (lambda: Gate(maps(), 4, top=1), "bilinear, got metric"),
+        (lambda: Gate(gate_maps(), 4), "exactly one"),
+        (lambda: Gate(gate_maps(), 4, top=1, threshold=-1.0), "exactly one"),
+        (lambda: Gate(gate_maps(), 0, top=1), "block"),
+        (lambda: Gate(gate_maps(), 4, top=0), "top"),
+    ):
+        with pytest.raises(PatternError, match=word):
+            make()
+    with pytest.raises(ShapeError, match="features"):
+        Gate(Projections(*[torch.ones(1, 2, 5)] * 2, *[torch.ones(1, 2)] * 2, "bilinear"), 4, top=1)
     with pytest.raises(PatternError, match="bins"):
         Quantization(maps(), 0)
     with pytest.raises(PatternError, match="keys"):

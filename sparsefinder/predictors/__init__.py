@@ -16,9 +16,13 @@ from sparsefinder.patterns.legal import Legal
 from sparsefinder.patterns.positional import Nothing
 from sparsefinder.plan import Plan, build_plan, plan_matrix
 from sparsefinder.predictors.budget import RowBudget
+from sparsefinder.predictors.chunks import ChunkClusters, RoutedChunks, chunk_means
+from sparsefinder.predictors.clustered import Clustered, clustered_hashes
 from sparsefinder.predictors.clustering import Clusters, mixed_share
 from sparsefinder.predictors.controls import WindowOnly
 from sparsefinder.predictors.distance import Distance
+from sparsefinder.predictors.gate import Gate, block_features, gate_scores
+from sparsefinder.predictors.inverted import InvertedClusters, InvertedLists
 from sparsefinder.predictors.lsh import Lsh, Smyrf, lsh_rotations, smyrf_directions
 from sparsefinder.predictors.projections import (
     Projections,
@@ -27,12 +31,32 @@ from sparsefinder.predictors.projections import (
     true_score_projections,
 )
 from sparsefinder.predictors.quantization import Quantization
+from sparsefinder.predictors.routing import Routing, ema_update
 from sparsefinder.predictors.score import Score
+from sparsefinder.predictors.svd import svd_projections
 from sparsefinder.predictors.tiles import Tiles, log_distance, tile_means, tile_scores
 from sparsefinder.predictors.tokens import unpicked_queries
 from sparsefinder.predictors.topk import TopKeys
 
-Predictor = Distance | Score | Clusters | RowBudget | Tiles | WindowOnly | Quantization | TopKeys | Lsh | Smyrf
+Predictor = (
+    Distance
+    | Score
+    | Clusters
+    | RowBudget
+    | Tiles
+    | WindowOnly
+    | Quantization
+    | TopKeys
+    | Lsh
+    | Smyrf
+    | Routing
+    | Clustered
+    | InvertedLists
+    | InvertedClusters
+    | ChunkClusters
+    | RoutedChunks
+    | Gate
+)
 
 PREDICTORS: dict[str, type[Predictor]] = {
     "distance": Distance,
@@ -45,22 +69,41 @@ PREDICTORS: dict[str, type[Predictor]] = {
     "topk": TopKeys,
     "lsh": Lsh,
     "smyrf": Smyrf,
+    "routing": Routing,
+    "clustered": Clustered,
+    "inverted": InvertedLists,
+    "inverted-metric": InvertedClusters,
+    "chunks": ChunkClusters,
+    "routed-chunks": RoutedChunks,
+    "gate": Gate,
 }
 
 __all__ = [
     "PREDICTORS",
+    "ChunkClusters",
+    "Clustered",
     "Clusters",
     "Distance",
+    "Gate",
+    "InvertedClusters",
+    "InvertedLists",
     "Lsh",
     "Predictor",
     "Projections",
     "Quantization",
+    "RoutedChunks",
+    "Routing",
     "RowBudget",
     "Score",
     "Smyrf",
     "Tiles",
     "TopKeys",
     "WindowOnly",
+    "block_features",
+    "chunk_means",
+    "clustered_hashes",
+    "ema_update",
+    "gate_scores",
     "layer_pattern",
     "layer_plan",
     "log_distance",
@@ -70,6 +113,7 @@ __all__ = [
     "project",
     "random_projections",
     "smyrf_directions",
+    "svd_projections",
     "tile_means",
     "tile_scores",
     "true_score_projections",
