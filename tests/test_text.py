@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,8 @@ from sparsefinder.patterns.positional import (
 )
 from sparsefinder.patterns.random_keys import RandomBlocks, RandomKeys
 from sparsefinder.patterns.text import NAMES, Predicted, format_pattern, parse_pattern, resolve
+from sparsefinder.predictors import Clusters, Distance, Quantization, Tiles, layer_pattern, random_projections
+from sparsefinder.predictors.from_text import text_pattern
 
 LEAVES = [
     Nothing(),
@@ -50,6 +53,7 @@ LEAVES = [
         "distance", (("threshold", 1.5), ("name", "a | global"), ("shared", True), ("limit", None), ("low", -1e-30))
     ),
 ]
+PREDICTED = ("clusters", "distance", "inverted-metric")
 
 
 def compositions(inner):
@@ -71,8 +75,8 @@ expressions = st.recursive(st.sampled_from(LEAVES), compositions, max_leaves=12)
 @settings(max_examples=200)
 def test_every_expression_comes_back_as_the_same_value(pattern):
     text = format_pattern(pattern)
-    assert parse_pattern(text, {"clusters", "distance"}) == pattern
-    assert format_pattern(parse_pattern(f"  ({text})\n", {"clusters", "distance"})) == text
+    assert parse_pattern(text, PREDICTED) == pattern
+    assert format_pattern(parse_pattern(f"  ({text})\n", PREDICTED)) == text
 
 
 @pytest.mark.parametrize(
@@ -199,6 +203,55 @@ def test_random_lines_are_read_or_refused():
     assert read > 20
 
 
-def test_patterns_with_tensors_have_no_text(tmp_path):
+HEADS = 2
+MAPS = random_projections(HEADS, 3, 4, seed=0)
+LAYER = {
+    "distance": Distance(MAPS, torch.tensor([0.5, 1.0])),
+    "clusters": Clusters(
+        MAPS, torch.randn(HEADS, 5, 3, generator=torch.Generator().manual_seed(1)), torch.ones(2).long()
+    ),
+    "tiles": Tiles(MAPS, keys_per_tile=2),
+    "quantization": Quantization(MAPS, 3),
+}
+
+
+def test_predictors_come_from_a_layer_with_other_settings():
+    draw = torch.Generator().manual_seed(2)
+    q, k = torch.randn(1, HEADS, 12, 4, generator=draw), torch.randn(1, 1, 12, 4, generator=draw)
+    legal = legal_full(1, 12, 12)
+    text = "window(3) | distance(threshold=1.25) & ~clusters(top=2) | tiles(keys_per_tile=None, threshold=-1.0)"
+    found = text_pattern(parse_pattern(text, LAYER), LAYER, q, k, legal, tile_size=4)
+    distance = Distance(MAPS, torch.tensor([1.25, 1.25])).pattern(q, k, legal)
+    clusters = Clusters(MAPS, LAYER["clusters"].centroids, torch.tensor([2, 2])).pattern(q, k, legal)
+    tiles = layer_pattern(Tiles(MAPS, threshold=-1.0), q, k, legal, Nothing(), 4)
+    for h in range(HEADS):
+        expected = materialize(Window(1) | distance & ~clusters | tiles, legal, 0, h)
+        assert torch.equal(materialize(found, legal, 0, h), expected)
+        assert expected.float().mean() < 0.95
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("distance(limit=1.5)", "distance: expected settings among threshold, got 'limit'"),
+        ("distance(projections=1)", "among threshold"),
+        ("clusters(centroids=1)", "among top_k"),
+        ("clusters(top=9)", "1 to 5 clusters"),
+        ("clusters(top=1.5)", "type int"),
+        ("clusters(top=True)", "type int"),
+        ("distance(threshold='a')", "type float"),
+        ("distance(threshold=None)", "type float"),
+        ("quantization(bins=2.5)", "type int"),
+        ("tiles(threshold=1)", "exactly one"),
+        ("lsh", "lsh: expected one of clusters, distance"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(text, message):
+    x = torch.zeros(1, HEADS, 4, 4)
+    with pytest.raises(PatternError, match=message):
+        text_pattern(parse_pattern(text, [*LAYER, "lsh"]), LAYER, x, x, legal_full(1, 4, 4))
+
+
+def test_patterns_with_tensors_have_no_text():
     with pytest.raises(PatternError, match="Listed"):
         format_pattern(Window(1) | Listed(legal_full(1, 2, 2).matrix(0)[None, None]))

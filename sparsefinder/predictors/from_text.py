@@ -1,4 +1,4 @@
-"""From a line of text to pairs: predictors named in a pattern are taken from an artifact's layer, with other settings."""
+"""From text to pairs: predictors that a pattern names are taken from an artifact's layer, with other settings."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -79,4 +79,4 @@ def _like(name: str, old: object, value: Value) -> object:
     fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not fits or isinstance(value, bool) != (kind is bool):
         raise PatternError(f"{name}: expected a value of type {kind.__name__}, got {value!r}")
-    return torch.full_like(old, value) if isinstance(old, Tensor) else value
+    return torch.full_like(old, value) if isinstance(old, Tensor) else value  # type: ignore[arg-type]
