@@ -1,5 +1,6 @@
 """Content predictors against loops over plain numbers, and the laws that all of them keep."""
 
+import json
 import warnings
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from cases_content import DIM, HEADS, RANK, content_predictors, gate_maps, maps,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, materialize
@@ -334,7 +336,8 @@ def test_the_same_twice_and_after_saving(name: str) -> None:
     """Case 8, and that tensors and settings hold a whole predictor; what lacks one says which (case 10)."""
     predictor = SAMPLES[name]
     assert PREDICTORS[predictor.kind] is type(predictor)
-    again = PREDICTORS[predictor.kind].from_tensors(predictor.to_tensors(), predictor.settings())
+    read = json.loads(json.dumps(predictor.settings()))  # what a card holds
+    again = PREDICTORS[predictor.kind].from_tensors(predictor.to_tensors(), read)
     q, k = sequences(2, 20)
     legal = legal_full(2, 20, 20)
     for h in range(HEADS):
@@ -410,7 +413,7 @@ def test_nan_in_a_real_token_is_refused(name: str) -> None:
     for side in (0, 1):
         parts = list(sequences(1, 9))
         parts[side][0, 1, 3, 2] = torch.nan
-        with pytest.raises(NonFiniteError, match=r"q|k"):
+        with pytest.raises(NonFiniteError, match=f"^{'qk'[side]}: .* head 1, token 3"):
             SAMPLES[name].pattern(*parts, legal_full(1, 9, 9))
 
 
@@ -428,6 +431,24 @@ def test_buckets_are_held_as_words() -> None:
     pattern = Quantization(maps(), 40).pattern(q, k, legal_full(1, 2000, 2000))
     assert pattern.query_bits.shape == (1, HEADS, 2000, 2)  # 120 buckets
     assert unpicked_queries(pattern, legal_full(1, 2000, 2000)).tolist() == [[0] * HEADS]
+
+
+@pytest.mark.parametrize("name", [n for n in SAMPLES if not n.startswith(("topk", "gate"))])
+def test_nothing_of_size_n_times_n_is_made(name: str) -> None:
+    """`TopKeys` makes one head's scores; a gate of blocks of one token would be N × N by definition."""
+    n, largest = 1500, 0
+    q, k = sequences(1, n)
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
+            return out
+
+    with Watch():
+        SAMPLES[name].pattern(q, k, legal_full(1, n, n, causal=name in INVERTED))
+    assert 0 < largest < n * n / 2
 
 
 @pytest.mark.unchecked
@@ -507,3 +528,5 @@ def test_what_cannot_be_is_a_typed_error() -> None:
         Smyrf(smyrf_directions(HEADS, DIM, 1, 0), 0)
     with pytest.raises(PatternError, match="same tokens"):
         Lsh(lsh_rotations(HEADS, DIM, 4, 1, 0), shared=True).pattern(q, k[:, :, :8], legal_full(1, 9, 8))
+    with pytest.raises(PatternError, match="same tokens"):
+        Lsh(lsh_rotations(HEADS, DIM, 4, 1, 0), shared=True).pattern(q, k, legal_full(1, 9, 9, query_offset=1))

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparsefinder.predictors import Projections
+from sparsefinder.predictors.svd import score_maps
 
 Form = Literal["metric", "bilinear"]
 Start = Literal["random", "svd"]
@@ -55,25 +56,8 @@ def score_svd(
     changes no row's choice. A rank above D gives zero rows.
     """
     centred = k - k.mean(1, keepdim=True)
-    half_q, inverse_q = _roots(q.transpose(1, 2) @ q / q.shape[1])
-    half_k, inverse_k = _roots(centred.transpose(1, 2) @ centred / k.shape[1])
-    u, s, vh = torch.linalg.svd(half_q @ half_k)
-    count = min(rank, s.shape[1])
-    root = s[:, :count].sqrt()
-    q_map = (u[:, :, :count] * root[:, None, :]).transpose(1, 2) @ inverse_q
-    k_map = root[:, :, None] * vh[:, :count] @ inverse_k
-    extra = (0, 0, 0, rank - count)
-    return torch.nn.functional.pad(q_map, extra).float(), torch.nn.functional.pad(k_map, extra).float()
-
-
-def _roots(moments: Float[Tensor, "H D D"]) -> tuple[Tensor, Tensor]:
-    """Square root and its inverse, in float64; directions without variance are left alone."""
-    values, vectors = torch.linalg.eigh(moments.double())
-    values = values.clamp(min=1e-6 * values.amax(-1, keepdim=True).clamp(min=1e-12))
-    return (
-        (vectors * values.sqrt()[:, None]) @ vectors.transpose(1, 2),
-        (vectors * values.rsqrt()[:, None]) @ vectors.transpose(1, 2),
-    )
+    q_map, k_map = score_maps(q.transpose(1, 2) @ q / q.shape[1], centred.transpose(1, 2) @ centred / k.shape[1], rank)
+    return q_map.float(), k_map.float()
 
 
 def as_projections(maps: Maps, form: Form, unit: bool = False) -> Projections:

@@ -72,9 +72,9 @@ PREDICTORS: dict[str, type[Predictor]] = {
     "routing": Routing,
     "clustered": Clustered,
     "inverted": InvertedLists,
-    "inverted-metric": InvertedClusters,
+    "inverted_metric": InvertedClusters,
     "chunks": ChunkClusters,
-    "routed-chunks": RoutedChunks,
+    "routed_chunks": RoutedChunks,
     "gate": Gate,
 }
 

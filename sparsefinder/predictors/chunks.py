@@ -98,7 +98,7 @@ class RoutedChunks:
         ShapeError: centroids that do not fit the projections.
     """
 
-    kind: ClassVar[str] = "routed-chunks"
+    kind: ClassVar[str] = "routed_chunks"
     whole_sequence: ClassVar[bool] = True
     projections: Projections
     centroids: Float[Tensor, "H B r"]

@@ -83,7 +83,7 @@ class InvertedClusters:
         ShapeError: centroids that do not fit the projections.
     """
 
-    kind: ClassVar[str] = "inverted-metric"
+    kind: ClassVar[str] = "inverted_metric"
     whole_sequence: ClassVar[bool] = False
     projections: Projections
     centroids: Float[Tensor, "H B r"]

@@ -61,7 +61,7 @@ class Lsh:
         """
         _, heads, _, dim = self.rotations.shape
         check_call(self.kind, q, k, legal, heads, dim)
-        if self.shared and not torch.equal(legal.query_real, legal.key_real):
+        if self.shared and (legal.query_offset or not torch.equal(legal.query_real, legal.key_real)):
             raise PatternError("lsh: expected queries and keys of the same tokens where hashes are shared")
 
         def assign(b: int, rows: Tensor, columns: Tensor) -> Members:
