@@ -1,24 +1,24 @@
-"""`sparsefinder-train`: extract, fit, evaluate, run and finetune.
+"""`sparsefinder-train`: extract, fit, evaluate, run, finetune, sweep and report.
 
 A user's mistake is one line on stderr and exit code 2; Ctrl-C is one line and 130, and what is finished stays.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sparsefinder.errors import ConfigError, SparsefinderError
 from sparsefinder.faiss_choice import check_faiss_wheels
 from training.config import KINDS, ExtractConfig, FitConfig, RunConfig
 from training.finetune_cli import finetune_command
+from training.progress_bar import progress
+from training.sweep_cli import report_command, sweep_command
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 EXTRACT, FIT = ExtractConfig(), FitConfig()
@@ -71,7 +71,7 @@ def _friendly(command: Callable[..., None]) -> Callable[..., None]:
             _say_error(str(error))
             raise typer.Exit(USAGE_ERROR) from None
         except KeyboardInterrupt:
-            _say_error("interrupted; finished shards are kept, run the same command again")
+            _say_error("interrupted; what is finished is kept, run the same command again")
             raise typer.Exit(INTERRUPTED) from None
 
     return wrapped
@@ -93,7 +93,7 @@ def extract(
     from training.pipeline import extract_splits, open_teacher
 
     config = _extract_config(teacher, artifact, text, tokens, instances, heldout, seed)
-    with _progress() as on_progress:
+    with progress() as on_progress:
         found = extract_splits(config, open_teacher(config), out, on_progress)
     _say(f"{found['train']} training and {found['heldout']} held-out instances of {tokens} tokens lie in {out}")
 
@@ -125,7 +125,7 @@ def fit(
     manifest = read_manifest(data / "train")
     base = _base(manifest["teacher"], artifact, manifest["delta"])
     config = _fit_config(**{name: value for name, value in locals().items() if name in FIT_OPTIONS})
-    with _progress() as on_progress:
+    with progress() as on_progress:
         extracted = ExtractConfig(teacher=manifest["teacher"], artifact=base, text=tuple(manifest["text"]))
         card, reports = fit_artifact(config, extracted, data, out, on_progress)
     _show(reports)
@@ -163,7 +163,7 @@ def run(
         _extract_config(teacher, artifact, text, tokens, instances, heldout, seed),
         _fit_config(**{name: value for name, value in locals().items() if name in FIT_OPTIONS}),
     )
-    with _progress() as on_progress:
+    with progress() as on_progress:
         card, reports = run_all(config, out, on_progress)
     _show(reports)
     _say(f"Artifact {card.version} lies in {out / 'artifact'}")
@@ -181,7 +181,7 @@ def evaluate(
 
     from training.pipeline import evaluate_artifact
 
-    with _progress() as on_progress:
+    with progress() as on_progress:
         reports = evaluate_artifact(artifact, data, on_progress)
     _show(reports)
     if json_file is not None:
@@ -193,6 +193,8 @@ def evaluate(
 
 
 app.command("finetune")(_friendly(finetune_command))
+app.command("sweep")(_friendly(sweep_command))
+app.command("report")(_friendly(report_command))
 
 FIT_OPTIONS = (
     "objective", "predictor", "rank", "shared", "recall", "sparsity", "clusters", "top", "steps", "tile_size", "window",
@@ -248,24 +250,6 @@ def _base(teacher: str, asked: str | None, delta: str) -> str:
     if delta_hash(load(base) if base else None) != delta:
         raise ConfigError("artifact: expected one with the teacher delta of the shards (pass it as --artifact)")
     return base
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, a line for every new task elsewhere."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    last = [""]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar = bars.add_task("starting", total=None)
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            bars.update(bar, description=what, completed=done, total=total)
-            if what != last[0] and not console.is_terminal:
-                console.print(f"{what} ({done} of {total})", highlight=False)
-            last[0] = what
-
-        yield on_progress
 
 
 def _show(reports: dict[Any, Any]) -> None:

@@ -97,7 +97,7 @@ def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progr
     for split, wanted in zip(SPLITS, (config.instances, config.heldout_instances), strict=True):
         if not texts[split]:
             raise DataError(f"text: expected enough for training and held-out instances, nothing is left for {split}")
-        chunks = _spread(chunk_tokens(opened.teacher, texts[split], config.tokens), wanted, config.seed)
+        chunks = spread(chunk_tokens(opened.teacher, texts[split], config.tokens), wanted, config.seed)
         about = {
             "text_sha256": text_hash(texts[split]),
             "seed": config.seed,
@@ -170,7 +170,7 @@ def _step(on_progress: OnProgress, what: str) -> Callable[[int, int], None]:
     return lambda done, total: on_progress(what, done, total)
 
 
-def _spread(chunks: list[list[int]], wanted: int, seed: int) -> list[list[int]]:
+def spread(chunks: list[list[int]], wanted: int, seed: int) -> list[list[int]]:
     """At most `wanted` chunks, drawn without replacement, in the order of the text."""
     order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed))[:wanted]
     return [chunks[i] for i in order.sort().values.tolist()]

@@ -1,0 +1,25 @@
+"""How long commands say what they are doing: a bar on a terminal, a line for every new task elsewhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Gives `on_progress(what, done, total)`, which writes to stderr."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last = [""]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("starting", total=None)
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            bars.update(bar, description=what, completed=done, total=total)
+            if what != last[0] and not console.is_terminal:
+                console.print(f"{what} ({done} of {total})", highlight=False)
+            last[0] = what
+
+        yield on_progress
