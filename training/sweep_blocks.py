@@ -9,7 +9,7 @@ from training.extract import LayerData
 from training.fit import fit_clusters
 from training.fit_content import chunk_data, fit_gate, fit_svd
 from training.sweep_scores import budget_sheet, threshold_sheet
-from training.sweep_setup import METRIC, LazyMaps, Setup
+from training.sweep_setup import BOTH_LOSSES, LazyMaps, Setup
 from training.sweep_sheets import Choosing, Family, LayerWork, Parameters, Sheet, nested_settings, one_setting
 from training.train_maps import train_layer
 
@@ -32,7 +32,7 @@ def routed_clusters(setup: Setup) -> list[Family]:
 
         return Family("routed clusters", "learned", [sheet(b) for b in setup.config.buckets], objective, rank)
 
-    return [family(*found) for found in setup.maps(METRIC)]
+    return [family(*found) for found in setup.maps(BOTH_LOSSES)]
 
 
 def chunks(setup: Setup) -> list[Family]:

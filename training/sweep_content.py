@@ -15,10 +15,10 @@ from sparsefinder.predictors import (
     smyrf_directions,
 )
 from training.fit_content import fit_inverted, fit_inverted_clusters, fit_routing
-from training.sweep_setup import METRIC, Setup
+from training.sweep_setup import BOTH_LOSSES, Setup
 from training.sweep_sheets import Choosing, Family, LayerWork, Parameters, Sheet, nested_settings, one_setting
 
-ROUNDS = (1, 2, 4)
+ROUNDS = (1, 4)
 KEYS = (8, 16, 32, 64)
 BITS = 32
 LISTS = (16, 64)  # centroids of inverted lists
@@ -34,7 +34,7 @@ def quantization(setup: Setup) -> list[Family]:
 
         return Family("quantization", "learned", [sheet(b) for b in setup.config.buckets], objective, rank)
 
-    return [family(*found) for found in setup.maps(METRIC)]
+    return [family(*found) for found in setup.maps(BOTH_LOSSES)]
 
 
 def hashing(setup: Setup) -> list[Family]:
@@ -70,8 +70,9 @@ def clustered_attention(setup: Setup) -> list[Family]:
 
         return nested_settings([{"buckets": clusters, "keys": k} for k in keys], make)
 
-    # k-means runs for every instance here, so every other number of clusters must do.
-    return [Family("clustered", "baseline", [sheet(clusters) for clusters in setup.config.buckets[1::2]])]
+    # k-means runs for every instance here, so few numbers of clusters must do.
+    few = sorted({setup.config.buckets[len(setup.config.buckets) // 2 - 1], setup.config.buckets[-1]})
+    return [Family("clustered", "baseline", [sheet(clusters) for clusters in few])]
 
 
 def routing(setup: Setup) -> list[Family]:

@@ -8,6 +8,8 @@ Point = dict[str, Any]
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 THINNED = 120  # dominated points of a family that stay in the one JSON
+LAYERED = 20  # points of its front that keep the figures of every layer there
+SPACING = 0.005  # of sparsity, between two points of a front
 
 
 def value(point: Point, measure: str, half: str = "all") -> float:
@@ -62,28 +64,50 @@ def _measured(point: Point) -> bool:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """The points that figures and tables need, whole; without layers and halves all those by themselves, and a few of
-    the others."""
+    """What tables and pictures need: the points of the fronts (of two that are hardly apart, one) with their halves,
+    the best of them with their layers; all points by themselves, and a few of the others."""
     keep: set[int] = set()
-    fronts: list[tuple[str, str, Callable[[Point], bool]]] = [
-        (measure, half, only)
-        for measure in ("recall", "mass")
-        for half in ("all", "chosen")
-        for only in (alone, lambda _: True)
-    ]
-    for measure, half, only in fronts:
-        keep |= {id(p) for p in front([p for p in points if only(p)], measure, half)}
+    for measure, half, only in _KEPT_FRONTS:
+        keep |= {id(p) for p in _spaced(front([p for p in points if only(p)], measure, half), half)}
+    best = [p for p in front(points) if id(p) in keep]
+    layered = {id(p) for p in best[:: max(1, len(best) // LAYERED)]}
     rest = [p for p in points if id(p) not in keep and not alone(p)]
-    step = max(1, len(rest) // THINNED)
-    some = {id(p) for p in rest[::step]}
-    dropped = ("layers", "chosen", "measured")
-    return [
-        p if id(p) in keep else {name: v for name, v in p.items() if name not in dropped}
-        for p in points
-        if id(p) in keep or id(p) in some or alone(p)
-    ]
+    some = {id(p) for p in rest[:: max(1, len(rest) // THINNED)]}
+    found = []
+    for point in points:
+        if id(point) in keep:
+            found.append(point if id(point) in layered else _without(point, "layers"))
+        elif id(point) in some or alone(point):
+            found.append(_without(point, "layers", "chosen", "measured"))
+    return found
+
+
+def _anything(_: Point) -> bool:
+    return True
+
+
+_KEPT_FRONTS: tuple[tuple[str, str, Callable[[Point], bool]], ...] = (
+    ("recall", "all", _anything),
+    ("recall", "chosen", _anything),
+    ("recall", "all", alone),
+    ("recall", "chosen", alone),
+    ("mass", "all", _anything),
+)
+
+
+def _spaced(line: Sequence[Point], half: str) -> list[Point]:
+    """Of a front's points those that lie apart in sparsity, and its two ends."""
+    found: list[Point] = []
+    for point in line:
+        if not found or value(found[-1], "sparsity", half) - value(point, "sparsity", half) >= SPACING:
+            found.append(point)
+    return found if not line or found[-1] is line[-1] else [*found, line[-1]]
+
+
+def _without(point: Point, *names: str) -> Point:
+    return {name: part for name, part in point.items() if name not in names}
 
 
 def whole(points: Sequence[Point]) -> list[Point]:
-    """Of thinned points those that still have everything."""
-    return [p for p in points if "layers" in p]
+    """Of thinned points those that still have their halves."""
+    return [p for p in points if "chosen" in p]

@@ -71,8 +71,8 @@ def count_levels(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
         for i in range(n):
             worst = np.full((count_w + 1, count_g + 1), -1, np.int64)
             while at < offsets[h + 1] and flat[at] < (i + 1) * n:
-                j = flat[at] - i * n
-                a, b, c = np.int64(levels[h, i, j]), np.int64(near[i, j]), np.int64(globe[i, j])
+                key = flat[at] - i * n
+                a, b, c = np.int64(levels[h, i, key]), np.int64(near[i, key]), np.int64(globe[i, key])
                 gold_cells[a, b, c] += 1
                 mass_cells[a, b, c] += mass[at]
                 total_gold += 1

@@ -1,7 +1,8 @@
 """One family of patterns over all layers, heads and instances: its points, averaged as `sparsefinder.metrics` does."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from training.sweep_kernels import count_levels, count_planned
-from training.sweep_sheets import Bytes, Family, LayerWork, Sheet
+from training.sweep_sheets import Bytes, Family, LayerWork, Prepared, Sheet
 
 MEASURES = ("sparsity", "recall", "precision", "mass", "exact_rows", "computed_density")
+OF_HALVES = ("sparsity", "recall", "mass")
 HALVES = ("all", "chosen", "measured")  # settings may be chosen on the second and are then read off the third
 TILE = 16  # rows of the tiles in which a pattern's computed density is counted
 DIGITS = 5
@@ -52,14 +54,15 @@ def measure_family(
     """All points of a family as plain JSON: parameters, and every measure over all instances, over the half that
     settings may be chosen on, and over the other half; and per layer.
 
-    windows must ascend and start with 0 (no window). threads: of the kernels; the figures do not depend on it.
+    windows must ascend and start with 0 (no window). threads: more than 1 = levels are
+    made while those before are counted; the figures do not depend on it.
     """
     points: list[dict[str, Any]] = []
     before = numba.get_num_threads()
-    numba.set_num_threads(max(1, min(threads, int(numba.config.NUMBA_NUM_THREADS))))
+    numba.set_num_threads(1)  # the other core makes the next instance's levels meanwhile
     try:
         for sheet in family.sheets:
-            tables = [_measure_sheet(sheet, family, work, windows) for work in works]
+            tables = [_measure_sheet(sheet, family, work, windows, threads > 1) for work in works]
             points += _points(sheet, family, windows, np.stack(tables, 2))  # half, measure, layer, P, W, G
     finally:
         numba.set_num_threads(before)
@@ -73,7 +76,7 @@ def measure_family(
     }
 
 
-def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Sequence[int]) -> Floats:
+def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Sequence[int], ahead: bool) -> Floats:
     """`[half, measure, P, W, G]` of one layer: mean over instances, then over heads."""
     ready = sheet.prepare(work)
     shape = (work.heads, ready.count, len(windows), len(family.globals_))
@@ -82,10 +85,10 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
     places: dict[int, Geometry] = {}
     head = np.arange(work.heads)[:, None]
     out = [np.zeros(shape) for _ in range(5)]
-    for b, n in enumerate(work.lengths):
+    for b, levels in enumerate(_all_levels(ready, len(work.lengths), ahead)):
+        n = work.lengths[b]
         place = places.get(n) or places.setdefault(n, geometry(n, windows, family.globals_, sheet.tile))
         gold = work.gold[b]
-        levels = ready.levels(b)
         pairs = (gold.offsets, gold.flat, gold.mass)
         count_levels(levels, place.near, place.globe, work.data.causal, *pairs, *out[:4])
         counts = np.asarray(family.globals_, np.int64)
@@ -99,6 +102,20 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
         total[b % 2] += np.where(measured, values, 0)
         valid[b % 2] += measured
     return _means(total, valid)
+
+
+def _all_levels(ready: Prepared, instances: int, ahead: bool) -> Iterator[Bytes]:
+    """Levels of one instance after the other; `ahead`: the next ones are made in a thread of their own."""
+    if not ahead:
+        yield from map(ready.levels, range(instances))
+        return
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(ready.levels, 0)
+        for b in range(1, instances + 1):
+            levels = coming.result()
+            if b < instances:
+                coming = pool.submit(ready.levels, b)
+            yield levels
 
 
 def _means(total: Floats, valid: Floats) -> Floats:
@@ -119,7 +136,7 @@ def _points(sheet: Sheet, family: Family, windows: Sequence[int], table: Floats)
                 point: dict[str, Any] = {**parameters, "window": size, "global": count}
                 for half, name in enumerate(HALVES):
                     values = {m: number(overall[half, k, p, w, g]) for k, m in enumerate(MEASURES)}
-                    point |= values if name == "all" else {name: values}
+                    point |= values if name == "all" else {name: {m: values[m] for m in OF_HALVES}}
                 point["layers"] = {m: [number(v) for v in table[0, k, :, p, w, g]] for k, m in enumerate(MEASURES)}
                 found.append(point)
     return found

@@ -12,6 +12,7 @@ from training.config import SweepConfig
 from training.extract import LayerData
 
 METRIC = ("hinge", "hinge-sum", "logistic")
+BOTH_LOSSES = ("hinge", "logistic")  # where every number of buckets costs a pass over all instances
 
 
 @dataclass(frozen=True, eq=False)
