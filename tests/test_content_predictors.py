@@ -39,6 +39,7 @@ from sparsefinder.predictors import (
     layer_plan,
     lsh_rotations,
     predictor_to,
+    ranks_over_sequence,
     smyrf_directions,
     svd_projections,
     true_score_projections,
@@ -47,7 +48,7 @@ from sparsefinder.predictors import (
 from sparsefinder.predictors.clustered import ITERATIONS
 
 SAMPLES = content_predictors()
-ANY_LAYER = [name for name, p in SAMPLES.items() if not getattr(p, "whole_sequence", False)]
+ANY_LAYER = [name for name, p in SAMPLES.items() if not ranks_over_sequence(p)]
 INVERTED = ("inverted", "inverted metric")
 RANKING = [name for name in SAMPLES if name not in ANY_LAYER]
 

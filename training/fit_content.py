@@ -145,7 +145,7 @@ def _chunk_edges(edges: Edges, chunk: int, count: int) -> Edges:
     for b in range(batch):
         for h in range(heads):
             flat = head_edges(edges, b, h)
-            found.append((flat // keys // chunk * count + flat % keys // chunk).unique())
+            found.append(torch.unique(flat // keys // chunk * count + flat % keys // chunk))
     sizes = torch.tensor([0] + [part.shape[0] for part in found])
     return Edges(sizes.cumsum(0), torch.cat(found), (batch, heads, count, count))
 
@@ -166,10 +166,9 @@ def fit_gate(
         raise DataError("gate: expected graphs of a bidirectional layer, got a causal one")
     generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + 1009 * layer + rank)
     queries, keys, targets = _gate_data(data, block)
-    samples = [torch.cat(parts, 1)[:, :MOMENT_TOKENS] for parts in (queries, keys)]
-    maps = start_maps(
-        *samples, rank, torch.ones(data.q.shape[1]), form="bilinear", shared=False, start="svd", generator=generator
-    )  # fmt: skip
+    q, k = (torch.cat(parts, 1)[:, :MOMENT_TOKENS] for parts in (queries, keys))
+    one = torch.ones(data.q.shape[1])
+    maps = start_maps(q, k, rank, one, form="bilinear", shared=False, start="svd", generator=generator)
     trained = [maps[name] for name in ("q_map", "k_map", "q_bias", "k_bias", "k_linear")]
     optimizer = torch.optim.Adam(trained, lr=GATE_RATE)
     for _ in range(steps):
@@ -187,8 +186,8 @@ def fit_gate(
 
 def _gate_maps(maps: dict[str, Tensor]) -> Projections:
     """Constants of a row of blocks cancel in the share, so they stay behind."""
-    parts = (maps[name] for name in ("q_map", "k_map", "q_bias", "k_bias"))
-    return Projections(*parts, "bilinear", k_linear=maps["k_linear"])
+    q_map, k_map, q_bias, k_bias = (maps[name] for name in ("q_map", "k_map", "q_bias", "k_bias"))
+    return Projections(q_map, k_map, q_bias, k_bias, "bilinear", k_linear=maps["k_linear"])
 
 
 def _gate_data(data: LayerData, block: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -35,7 +35,7 @@ from sparsefinder.predictors.routing import Routing, ema_update
 from sparsefinder.predictors.score import Score
 from sparsefinder.predictors.svd import svd_projections
 from sparsefinder.predictors.tiles import Tiles, log_distance, tile_means, tile_scores
-from sparsefinder.predictors.tokens import unpicked_queries
+from sparsefinder.predictors.tokens import ranks_over_sequence, unpicked_queries
 from sparsefinder.predictors.topk import TopKeys
 
 Predictor = (
@@ -112,6 +112,7 @@ __all__ = [
     "predictor_to",
     "project",
     "random_projections",
+    "ranks_over_sequence",
     "smyrf_directions",
     "svd_projections",
     "tile_means",

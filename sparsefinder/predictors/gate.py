@@ -67,7 +67,7 @@ class Gate:
             queries, keys = (block_features(x, self.block) for x in (tokens.q, tokens.k))
             warn_if_identical(self.kind, queries, keys)
             shares = gate_scores(self.maps, queries[None], keys[None])[0]
-            chosen = shares >= self.threshold if self.top is None else best_of(shares, self.top)
+            chosen = shares >= self.threshold if self.threshold is not None else best_of(shares, self.top or 0)
             query, key = (chunk_of(x.shape[0], self.block, x.device) for x in (rows, columns))
             return chosen[:, query], one_hot(key, shares.shape[-1]).expand(shares.shape[0], -1, -1)
 

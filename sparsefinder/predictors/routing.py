@@ -85,7 +85,8 @@ def picks(nearness: Float[Tensor, "H B n"], window: int | None) -> Tensor:
 def on_unit_ball(x: Float[Tensor, "*any D"]) -> Float[Tensor, "*any D"]:
     """Layer norm without scale and bias, then length one: `(x − mean) / ‖x − mean‖`; zero where x is constant."""
     centred = x - x.mean(-1, keepdim=True)
-    return centred / centred.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    length: Tensor = centred.norm(dim=-1, keepdim=True)
+    return centred / length.clamp(min=1e-12)
 
 
 def require_centroids(centroids: Float[Tensor, "H B r"]) -> None:

@@ -50,6 +50,11 @@ def check_call(
     check_finite("k", k, legal.key_real)
 
 
+def ranks_over_sequence(predictor: object) -> bool:
+    """Does a predictor (or its class) rank over the whole sequence, and so refuse causal layers?"""
+    return bool(getattr(predictor, "whole_sequence", False))
+
+
 def refuse_causal(kind: str, legal: Legal) -> None:
     """PatternError where causal: the method ranks over the whole sequence, so a set would depend on later tokens."""
     if legal.causal:
