@@ -8,6 +8,7 @@ from sparsefinder.predictors import (
     InvertedClusters,
     InvertedLists,
     Lsh,
+    Projections,
     Quantization,
     Smyrf,
     clustered_hashes,
@@ -28,7 +29,7 @@ PROBES = (-2.0, -3.0, -4.0, -5.0, -6.0, -8.0)  # log-shares at which a query pro
 def quantization(setup: Setup) -> list[Family]:
     """Bins of equal count in every projected dimension (Treviso et al., 2022)."""
 
-    def family(objective: str, rank: int, maps: tuple) -> Family:  # type: ignore[type-arg]
+    def family(objective: str, rank: int, maps: tuple[Projections, ...]) -> Family:
         def sheet(bins: int) -> Sheet:
             return one_setting({"buckets": bins}, lambda work: Quantization(maps[work.layer], bins))
 
@@ -111,7 +112,7 @@ def inverted(setup: Setup) -> list[Family]:
     found = [Family("inverted", "baseline", [lists(b, of_keys(b)) for b in LISTS])]
     for objective, rank, maps in setup.maps(("logistic",)):
 
-        def of_maps(buckets: int, maps: tuple = maps) -> Callable[[int], InvertedClusters]:  # type: ignore[type-arg]
+        def of_maps(buckets: int, maps: tuple[Projections, ...] = maps) -> Callable[[int], InvertedClusters]:
             return functools.cache(
                 lambda layer: fit_inverted_clusters(
                     maps[layer], setup.train(layer), buckets, PROBES[0], setup.config.seed

@@ -72,12 +72,12 @@ def count_levels(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
             worst = np.full((count_w + 1, count_g + 1), -1, np.int64)
             while at < offsets[h + 1] and flat[at] < (i + 1) * n:
                 key = flat[at] - i * n
-                a, b, c = np.int64(levels[h, i, key]), np.int64(near[i, key]), np.int64(globe[i, key])
-                gold_cells[a, b, c] += 1
-                mass_cells[a, b, c] += mass[at]
+                level, window, count = np.int64(levels[h, i, key]), np.int64(near[i, key]), np.int64(globe[i, key])
+                gold_cells[level, window, count] += 1
+                mass_cells[level, window, count] += mass[at]
                 total_gold += 1
                 total_mass += mass[at]
-                worst[b, c] = max(worst[b, c], a)
+                worst[window, count] = max(worst[window, count], level)
                 at += 1
             for b in range(count_w - 1, -1, -1):
                 for c in range(count_g + 1):

@@ -77,7 +77,9 @@ def score_sheet(
 
     def prepare(work: LayerWork) -> Prepared:
         scores = scores_of(work)
-        cuts = np.concatenate([np.tile(np.float32(fixed), (work.heads, 1)), _quantiles(work, scores, densities)], 1)
+        cuts = np.concatenate(
+            [np.tile(np.asarray(fixed, np.float32), (work.heads, 1)), _quantiles(work, scores, densities)], 1
+        )
         cuts = settle(cuts)
         order = np.argsort(-cuts, 1, kind="stable")
         edges = np.ascontiguousarray(np.take_along_axis(cuts, order, 1))
@@ -134,7 +136,7 @@ def _tile_thresholds(layers: Sequence[Tiles], size: int) -> Sheet:
     descending = LOG_SHARES[::-1]
 
     def prepare(work: LayerWork) -> Prepared:
-        edges = np.tile(np.float32(descending), (work.heads, 1))
+        edges = np.tile(np.asarray(descending, np.float32), (work.heads, 1))
 
         def levels(b: int) -> Bytes:
             found = _tile_scores(layers[work.layer], work, b, size)

@@ -177,7 +177,8 @@ def nested_settings(parameters: Sequence[Parameters], make: Callable[[LayerWork]
         def levels(b: int) -> Bytes:
             q, k, legal = work.item(b)
             parts = (kept_levels(p.pattern(q, k, legal), legal, work.heads, work.layer) for p in predictors)
-            return functools.reduce(np.add, parts)
+            total: Bytes = functools.reduce(np.add, parts)
+            return total
 
         index = np.tile(np.arange(len(predictors)), (work.heads, 1))
         return Prepared(len(predictors), index, levels, lambda p: predictors[p])
