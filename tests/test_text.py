@@ -53,7 +53,7 @@ LEAVES = [
         "distance", (("threshold", 1.5), ("name", "a | global"), ("shared", True), ("limit", None), ("low", -1e-30))
     ),
 ]
-PREDICTED = ("clusters", "distance", "inverted-metric")
+PREDICTED = ("clusters", "distance", "inverted_metric")
 
 
 def compositions(inner):

@@ -78,8 +78,7 @@ def parse_pattern(text: str, predictors: Collection[str] = ()) -> Pattern:
         text: calls of the names in `NAMES` (a name alone is a call without arguments), joined by `|`, `&`, `~` and
             brackets. Arguments are numbers, words in quotes, `True`, `False`, `None` and tuples of whole numbers, as
             in the pattern's own definition; `sequential` and `multihead` take patterns.
-        predictors: further names that may stand in the text (with `_` for `-`), with settings by name; they become
-            `Predicted`.
+        predictors: further names that may stand in the text, with settings by name. They become `Predicted`.
 
     Raises:
         PatternError: says what cannot be read, and what may stand there.
@@ -91,7 +90,7 @@ def parse_pattern(text: str, predictors: Collection[str] = ()) -> Pattern:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = error.msg if isinstance(error, SyntaxError) else first_line(error)
         raise PatternError(f"pattern: expected names joined by | & ~, got {_short(text)}: {why}") from None
-    return _read(tree.body, {name.replace("-", "_"): name for name in predictors}, DEEPEST)
+    return _read(tree.body, frozenset(predictors), DEEPEST)
 
 
 def format_pattern(pattern: Pattern) -> str:
@@ -111,7 +110,7 @@ def format_pattern(pattern: Pattern) -> str:
     if isinstance(pattern, Nothing | Window):
         return f"window({2 * pattern.radius + 1 if isinstance(pattern, Window) else 0})"
     if isinstance(pattern, Predicted):
-        return f"{pattern.name.replace('-', '_')}({', '.join(f'{key}={value!r}' for key, value in pattern.settings)})"
+        return f"{pattern.name}({', '.join(f'{key}={value!r}' for key, value in pattern.settings)})"
     for name, cls in LEAVES.items():
         if type(pattern) is cls:
             return f"{name}({', '.join(_arguments(pattern))})"
@@ -123,7 +122,7 @@ def resolve(pattern: Pattern, fill: Callable[[Predicted], Pattern]) -> Pattern:
     return fill(pattern) if isinstance(pattern, Predicted) else rebuild(pattern, lambda part: resolve(part, fill))
 
 
-def _read(node: ast.expr, predictors: dict[str, str], depth: int) -> Pattern:
+def _read(node: ast.expr, predictors: frozenset[str], depth: int) -> Pattern:
     if depth == 0:
         raise PatternError(f"pattern: expected at most {DEEPEST} levels, got more")
     match node:
@@ -146,7 +145,7 @@ def _read(node: ast.expr, predictors: dict[str, str], depth: int) -> Pattern:
     raise PatternError(f"pattern: expected a name, a call or | & ~, got {_short(_spelled(ast.unparse(node)))}")
 
 
-def _build(name: str, values: list[Value], named: dict[str, Value], predictors: dict[str, str]) -> Pattern:
+def _build(name: str, values: list[Value], named: dict[str, Value], predictors: frozenset[str]) -> Pattern:
     build = SHORTHANDS.get(name) or LEAVES.get(name)
     if build is not None:
         try:
@@ -159,7 +158,7 @@ def _build(name: str, values: list[Value], named: dict[str, Value], predictors: 
         raise PatternError(f"pattern: expected one of {known}, got {_short(name)}")
     if values:
         raise PatternError(f"{name}: expected settings by name, got {values[0]!r}")
-    return Predicted(predictors[name], tuple(named.items()))
+    return Predicted(name, tuple(named.items()))
 
 
 def _value(node: ast.expr) -> Value:

@@ -27,7 +27,7 @@ def with_settings(predictor: Predictor, settings: Mapping[str, Value]) -> Predic
     free = {field.name: field for field in fields(predictor) if _is_free(getattr(predictor, field.name))}
     changed: dict[str, Any] = {}
     for name, value in settings.items():
-        field = free.get(SHORT.get(name, name))
+        field = free.get(name) or free.get(SHORT.get(name, ""))
         if field is None:
             known = ", ".join(sorted(free)) or "none"
             raise PatternError(f"{predictor.kind}: expected settings among {known}, got {name!r}")
