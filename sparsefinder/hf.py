@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sparsefinder.attention.api import attend, attend_dense
 from sparsefinder.errors import ConfigError, IncompatibleModelError, first_line
 from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.heads import at_layer
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
@@ -288,7 +289,8 @@ def _compute(attached: Attached, call: LayerInput) -> Tensor:
 
 def _predicted(attached: Attached, call: LayerInput) -> Plan:
     predictor = attached.predictors[call.layer]
-    return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, attached.tile_size)
+    positional = at_layer(attached.positional, call.layer)
+    return layer_plan(predictor, call.q, call.k, call.legal, positional, attached.tile_size)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -258,11 +258,11 @@ PREDICTED = [
         InvertedClusters(maps(), SMALL, -0.5), _inverted_metric,
     ),
     _predictor(
-        "chunks", "top=2", "Treviso et al. (2022), 6, v1", "clusters of chunk means",
+        "chunks", "top=2", "Treviso et al. (2022), v1", "clusters of chunk means",
         ChunkClusters(maps(), SMALL, 1, 3), lambda q, k, h: _chunked(q, k, h, routed=False),
     ),
     _predictor(
-        "routed_chunks", "window=2", "Treviso et al. (2022), 6, v2", "its centroids take their nearest chunks",
+        "routed_chunks", "window=2", "Treviso et al. (2022), v2", "its centroids take their nearest chunks",
         RoutedChunks(maps(), SMALL, None, 3), lambda q, k, h: _chunked(q, k, h, routed=True),
     ),
     _predictor(

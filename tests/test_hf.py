@@ -26,7 +26,8 @@ from sparsefinder.edges import gold_edges
 from sparsefinder.errors import ConfigError, IncompatibleModelError
 from sparsefinder.hf import LayerCall, LayerInput, attach
 from sparsefinder.patterns.content import InEdges
-from sparsefinder.patterns.positional import window
+from sparsefinder.patterns.heads import Sequential
+from sparsefinder.patterns.positional import Nothing, window
 from sparsefinder.plan import Plan, build_plan
 from sparsefinder.predictors import WindowOnly
 from sparsefinder.teacher import batch, embed
@@ -43,6 +44,18 @@ def test_alpha_one_gives_the_models_own_softmax(tmp_path: Path) -> None:
     expected = embed(teacher, tokens, mask)
     with attach(teacher.model, alpha=1.0).using("dense"):
         torch.testing.assert_close(embed(teacher, tokens, mask), expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_alternating_layers_use_their_own_pattern(tmp_path: Path) -> None:
+    teacher = tiny.teacher(tmp_path)
+    tokens, mask = batch(teacher, tiny.token_ids([20]))
+    positional = Sequential((window(1), ~Nothing()))
+    seen: list[LayerCall] = []
+    attached = attach(teacher.model, predictors=[WindowOnly()] * 2, positional=positional, tile_size=1)
+    with attached.using("sparse", observe=seen.append):
+        embed(teacher, tokens, mask)
+    assert [call.plan.keys.shape[0] for call in seen] == [4 * 20, 4 * 20 * 20]
 
 
 @torch.no_grad()
