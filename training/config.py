@@ -164,6 +164,7 @@ class SweepConfig:
     thresholds: distances, lengths. densities: shares of pairs that per-head thresholds and per-row budgets aim at.
     buckets: numbers of clusters, bins and buckets. counts: random keys or blocks of a query, random global tokens.
     windows: sizes, odd or 0; those beyond the length are left out. train_instances: for centroids and gates.
+    fit_steps: of the maps of chunks and blocks, which an artifact does not hold.
     quality_points: settings at which the attention is really replaced, over `quality_instances`.
     """
 
@@ -176,12 +177,13 @@ class SweepConfig:
     counts: tuple[int, ...] = (2, 4, 6, 8, 10, 12, 16, 20)
     windows: tuple[int, ...] = (0, 1, 3, 5, 7, 9, 11, 15, 19, 23, 27, 31, 41, 51, 75, 101, 125, 151, 175, 201, 251)
     tile_sizes: tuple[int, ...] = (8, 16, 32)
+    fit_steps: int = 200
     quality_points: int = 40
     quality_instances: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "instances", "train_instances", "quality_instances"):
+        for name in ("tokens", "instances", "train_instances", "fit_steps", "quality_instances"):
             _at_least(name, getattr(self, name), 1)
         _at_least("quality_points", self.quality_points, 0)
         if 0 not in self.windows or any(size and size % 2 == 0 for size in self.windows):
@@ -197,7 +199,7 @@ def quick_form(config: SweepConfig) -> SweepConfig:
     """The same rows on little text and every few points of the grid."""
     return dataclasses.replace(
         config, instances=12, train_instances=8, buckets=(4, 8, 16), counts=(4, 12),
-        windows=(0, 1, 5, 11, 27, 75, 151), tile_sizes=(16,), quality_points=8, quality_instances=8,
+        windows=(0, 1, 5, 11, 27, 75, 151), tile_sizes=(16,), fit_steps=60, quality_points=8, quality_instances=8,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from training.report_style import (
+    GROUPS,
     LABELS,
     SPARSITY_LABEL,
     STYLES,
@@ -20,68 +21,61 @@ from training.report_style import (
     coloured,
     dominated,
     front_of,
+    group,
     label,
 )
 
-SIZE, DPI = (12.5, 7.2), 110
+SIZE, DPI = (15, 11.5), 100
 
 
 def draw_front(result: dict[str, Any], measure: str, path: Path) -> None:
-    """Best family of every row: its front as a line, its dominated points faint."""
-    figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
+    """Best family of every row: its front as a line, its dominated points faint; a panel for every kind of row."""
+    figure, axes = plt.subplots(2, 2, figsize=SIZE, layout="constrained", sharex=True, sharey=True)
     rows = best_of_rows(result["families"])
-    for family, colour, style in coloured(rows):
-        axes.plot(*dominated(family, measure), ".", color=colour, alpha=0.12, markersize=4, markeredgewidth=0)
-        oracle = family["role"] == "oracle"
-        axes.plot(
-            *front_of(family, measure), STYLES[style], color=colour, label=label(family),
-            linewidth=2.4 if family["role"] == "learned" else 1.5, alpha=0.55 if oracle else 1.0,
-        )  # fmt: skip
+    window = next((r for r in rows if r["family"] == "window"), None)
     gold = 1 - result["about"]["gold_density"]
-    axes.axvline(gold, color="black", linewidth=0.8, linestyle=(0, (4, 4)))
-    axes.annotate(
-        "sparsity of the\nteacher itself",
-        (gold, 0.02),
-        xytext=(-6, 0),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-    )
-    axes.set(xlabel=SPARSITY_LABEL, ylabel=LABELS[measure], xlim=(0, 1), ylim=(0, 1.02), title=_title(result))
-    axes.grid(alpha=0.3)
-    figure.legend(
-        loc="outside right upper",
-        fontsize=8.5,
-        title="best family of each row,\nby recall at sparsity .9",
-        title_fontsize=8.5,
-    )
+    for ax, name in zip(axes.flat, GROUPS, strict=True):
+        for family, colour, style in coloured([r for r in rows if group(r) == name]):
+            ax.plot(*dominated(family, measure), ".", color=colour, alpha=0.15, markersize=4, markeredgewidth=0)
+            ax.plot(*front_of(family, measure), STYLES[style], color=colour, label=label(family), linewidth=1.8)
+        if window is not None and name != GROUPS[2]:
+            ax.plot(*front_of(window, measure), color="black", linewidth=1, linestyle=(0, (1, 1)), label="window")
+        ax.axvline(gold, color="black", linewidth=0.8, linestyle=(0, (4, 4)))
+        ax.text(gold - 0.006, 1.005, "teacher", ha="right", va="bottom", fontsize=7.5)
+        ax.set_title(name, fontsize=11, loc="left")
+        ax.set(xlim=(0, 1), ylim=(0, 1.06))
+        ax.grid(alpha=0.3)
+        ax.legend(loc="lower left", fontsize=8, framealpha=0.85)
+    for ax in axes[1]:
+        ax.set_xlabel(SPARSITY_LABEL)
+    for ax in axes[:, 0]:
+        ax.set_ylabel(LABELS[measure])
+    figure.suptitle(f"{_title(result)}; best family of each row, by recall at sparsity .9")
     _save(figure, path)
 
 
 def draw_quality(result: dict[str, Any], path: Path) -> None:
     """Likeness of the embeddings with the attention really replaced, against sparsity."""
     measures = [m for m in ("cosine_dense", "correlation_dense", "cosine_original", "perplexity") if _has(result, m)]
-    figure, all_axes = plt.subplots(1, len(measures), figsize=(5.4 * len(measures) + 2.5, 6.4), layout="constrained")
+    figure, all_axes = plt.subplots(1, len(measures), figsize=(6 * len(measures), 6.6), layout="constrained")
     panels: Sequence[Axes] = [all_axes] if len(measures) == 1 else list(all_axes)
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for point in result["quality"]:
         rows.setdefault((point["family"], point["role"]), []).append(point)
-    for at, (row, points) in enumerate(rows.items()):
+    stand_ins: list[Result] = [{"family": name, "role": role} for name, role in rows]
+    for (row, colour, style), points in zip(coloured(stand_ins), rows.values(), strict=True):
         ordered = sorted(points, key=lambda p: p["sparsity"])
-        fake: Result = {"family": row[0], "role": row[1]}
-        ((_, colour, style),) = [c for k, c in enumerate(coloured([fake] * len(rows))) if k == at]
-        name = row[0] + ("" if row[1] in ("learned", "baseline") else f" ({row[1]})")
-        for measure, axes in zip(measures, panels, strict=True):
+        name = row["family"] + ("" if row["role"] in ("learned", "baseline") else f" ({row['role']})")
+        for measure, ax in zip(measures, panels, strict=True):
             x = [p["sparsity"] for p in ordered if p[measure] is not None]
             y = [p[measure] for p in ordered if p[measure] is not None]
-            axes.plot(
-                x, y, STYLES[style], marker="o", markersize=5, color=colour, label=name if axes is panels[0] else None
-            )
-    for measure, axes in zip(measures, panels, strict=True):
-        axes.set(xlabel="sparsity (share of pairs dropped)", ylabel=LABELS[measure])
-        axes.grid(alpha=0.3)
+            ax.plot(x, y, STYLES[style], marker="o", markersize=5, color=colour, label=name)
+    for measure, ax in zip(measures, panels, strict=True):
+        ax.set_xlabel("sparsity (share of pairs dropped)")
+        ax.set_title(LABELS[measure], fontsize=10)
+        ax.grid(alpha=0.3)
     figure.suptitle(f"{_title(result)}; attention replaced on {result['about']['quality_instances']} instances")
-    figure.legend(loc="outside right upper", fontsize=8.5)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
     _save(figure, path)
 
 

@@ -144,7 +144,9 @@ def draw_clusters(views: Sequence[ClusterView], path: Path) -> None:
             f"layer {view.layer}, head {view.head}: cluster (queries, keys), parts of speech, typical tokens",
             fontsize=10,
         )
+        ax.xaxis.set_label_coords(0.29, -0.1)
         ax.spines[["top", "right"]].set_visible(False)
+        ax.spines["bottom"].set_bounds(0, 1)
     handles, names = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=7, fontsize=9)
     _save(figure, path)

@@ -26,6 +26,22 @@ LABELS = {
 }
 
 
+POSITIONAL = (
+    "window", "random keys", "random blocks", "longformer", "bigbird", "bigbird blocks", "strided", "fixed", "star",
+    "dilated", "block diagonal",
+)  # fmt: skip
+GROUPS = ("learned", "content, not learned here", "positional", "controls and oracles")
+
+
+def group(result: Result) -> str:
+    """The panel that a family is drawn in."""
+    if result["role"] == "learned":
+        return GROUPS[0]
+    if result["family"] in POSITIONAL:
+        return GROUPS[2]
+    return GROUPS[1] if result["role"] == "baseline" else GROUPS[3]
+
+
 def label(result: Result) -> str:
     """A family as legends and tables name it."""
     name = str(result["family"])

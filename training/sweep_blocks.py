@@ -38,6 +38,7 @@ def routed_clusters(setup: Setup) -> list[Family]:
 def chunks(setup: Setup) -> list[Family]:
     """Versions 1 and 2 on chunks of tokens, with maps learned on chunk means."""
     seed, count = setup.config.seed, -(-setup.config.tokens // CHUNK)
+    config = FitConfig(objective="hinge", rank=RANK, steps=setup.config.fit_steps, seed=seed)
 
     @functools.cache
     def data(layer: int) -> LayerData:
@@ -45,9 +46,7 @@ def chunks(setup: Setup) -> list[Family]:
 
     @functools.cache
     def maps(layer: int) -> Projections:
-        return train_layer(
-            data(layer), FitConfig(objective="hinge", rank=RANK, seed=seed), "hinge", RANK, layer
-        ).projections
+        return train_layer(data(layer), config, "hinge", RANK, layer).projections
 
     def fitted(layer: int, buckets: int) -> Clusters:
         return fit_clusters(maps(layer), data(layer), buckets, seed)[0]
@@ -81,7 +80,9 @@ def gate(setup: Setup) -> list[Family]:
     tops = list(range(1, blocks))
 
     def make(work: LayerWork) -> list[Choosing]:
-        fitted = fit_gate(setup.train(work.layer), BLOCK, rank, layer=work.layer, seed=setup.config.seed)
+        fitted = fit_gate(
+            setup.train(work.layer), BLOCK, rank, setup.config.fit_steps, layer=work.layer, seed=setup.config.seed
+        )
         return [Gate(fitted.maps, BLOCK, top) for top in tops]
 
     grid: list[Parameters] = [{"block": BLOCK, "top": top} for top in tops]

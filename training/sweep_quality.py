@@ -24,6 +24,11 @@ from training.sweep_sheets import Family, LayerWork, Sheet
 
 BATCH = 4
 TARGETS = (0.9, 0.7, 0.95, 0.8)  # sparsities at which each row's best family is tried, the most telling first
+ROWS = (
+    ("window", "control"), ("distance", "learned"), ("clusters", "learned"), ("score", "learned"), ("tiles", "learned"),
+    ("quantization", "learned"), ("routing", "baseline"), ("reformer", "baseline"), ("bigbird", "baseline"),
+    ("true score, budget", "oracle"),
+)  # fmt: skip
 MASKED_SHARE = 0.15
 
 Ids = Sequence[Sequence[int]]
@@ -40,23 +45,27 @@ class Yardstick:
 def choose_points(results: Sequence[dict[str, Any]], limit: int) -> list[tuple[int, Point]]:
     """(place of the family, point): at each target sparsity the best point of every row that is at least so sparse.
 
-    A row (name and role) is spoken for by its family with the highest recall there.
+    A row (name and role) is spoken for by its family with the highest recall there. The rows of `ROWS` come first, at
+    all targets, so that they make curves; others while there is room.
     """
-    chosen: list[tuple[int, Point]] = []
+    known = [r for r in results if (r["family"], r["role"]) in ROWS]
+    others = [r for r in results if (r["family"], r["role"]) not in ROWS]
+    place = {id(result): at for at, result in enumerate(results)}
+    chosen = [(place[id(result)], point) for group in (known, others) for result, point in _best_of_rows(group)]
+    return chosen[:limit]
+
+
+def _best_of_rows(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], Point]]:
+    found: list[tuple[dict[str, Any], Point]] = []
     for target in TARGETS:
-        best: dict[tuple[str, str], tuple[float, int, Point]] = {}
-        for at, result in enumerate(results):
+        best: dict[tuple[str, str], tuple[dict[str, Any], Point]] = {}
+        for result in results:
             able = [p for p in front(result["points"]) if value(p, "sparsity") >= target]
-            if not able:
-                continue
-            point = able[-1]
             row = (result["family"], result["role"])
-            if row not in best or value(point, "recall") > best[row][0]:
-                best[row] = (value(point, "recall"), at, point)
-        for _, at, point in best.values():
-            if len(chosen) < limit and not any(at == other and point is known for other, known in chosen):
-                chosen.append((at, point))
-    return chosen
+            if able and (row not in best or value(able[-1], "recall") > value(best[row][1], "recall")):
+                best[row] = (result, able[-1])
+        found += [pair for pair in best.values() if not any(pair[1] is point for _, point in found)]
+    return found
 
 
 @torch.no_grad()
