@@ -14,7 +14,7 @@ from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.teacher import load_teacher
 from training.config import FORMS, FinetuneConfig
 from training.corpus import shared_spans
-from training.finetune import batches, correlation, finetune, measure
+from training.finetune import batches, correlation, finetune, make_student, measure
 
 IDS = tiny.token_ids([24] * 32)
 
@@ -105,6 +105,16 @@ def test_batches_take_from_every_source_in_turn_and_visit_every_item() -> None:
     assert sorted(second[:4]) == sorted(second[4:]) == list(range(100, 104))
     with pytest.raises(DataError, match="at least one chunk"):
         next(batches([sources[0], []], 5, seed=0))
+
+
+def test_density_is_the_mean_over_all_texts_however_they_are_batched(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "model")
+    original, student = load_teacher(chosen.teacher), make_student(chosen)
+    items = tiny.token_ids([24, 5, 17, 9, 24, 3])
+    alone = [measure(original, student.teacher, student.attached, [one] * 3).density for one in items]
+    for size in (1, 4):
+        together = measure(original, student.teacher, student.attached, items, size).density
+        assert together == pytest.approx(sum(alone) / len(alone), abs=1e-6)
 
 
 def test_correlation_is_pearsons_over_pairs() -> None:

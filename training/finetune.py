@@ -165,16 +165,24 @@ def _hold_density(log_scale: Float[Tensor, "L H"], shares: Float[Tensor, "L H"],
 
 
 class _Density:
-    """An observer that measures the share of non-zero weights of a batch's first item, per layer and head."""
+    """An observer that measures the share of non-zero weights per layer and head: of a batch's first item, or of all.
 
-    def __init__(self) -> None:
+    A batch's items count alike.
+    """
+
+    def __init__(self, every_item: bool = False) -> None:
+        self.every_item = every_item
         self.layers: list[Tensor] = []
 
     def __call__(self, call: LayerCall) -> None:
-        real = call.legal.key_real[0]
-        q, k, scale = call.q[0].detach()[:, real], call.k[0].detach()[:, real], call.scale.detach()
+        items = range(call.q.shape[0] if self.every_item else 1)
+        self.layers.append(torch.stack([self._item(call, b) for b in items]).mean(0))
+
+    def _item(self, call: LayerCall, b: int) -> Float[Tensor, " H"]:
+        real = call.legal.key_real[b]
+        q, k, scale = call.q[b].detach()[:, real], call.k[b].detach()[:, real], call.scale.detach()
         scores = scale[:, None, None] * (q @ k.repeat_interleave(q.shape[0] // k.shape[0], 0).transpose(-1, -2))
-        self.layers.append(support(scores, call.alpha).float().mean((-2, -1)))
+        return support(scores, call.alpha).float().mean((-2, -1))
 
     def shares(self) -> Float[Tensor, "L H"]:
         return torch.stack(self.layers).cpu()
@@ -246,14 +254,18 @@ def measure(original: Teacher, student: Teacher, attached: Attached, items: Ids,
     """
     if len(items) < 3:
         raise DataError(f"evaluation text: expected at least 3 chunks, got {len(items)}")
-    density, ours, theirs = _Density(), [], []
+    densities, ours, theirs = [], [], []
     for start in range(0, len(items), size):
         tokens, mask = batch(original, items[start : start + size])
         theirs.append(embed(original, tokens, mask))
+        density = _Density(every_item=True)
         with attached.using("dense", observe=density):
             ours.append(embed(student, tokens, mask))
+        densities += [density.mean()] * len(tokens)
     a, b = torch.cat(ours), torch.cat(theirs)
-    return Quality(float(torch.cosine_similarity(a, b).mean()), correlation(a, b), density.mean(), len(items))
+    return Quality(
+        float(torch.cosine_similarity(a, b).mean()), correlation(a, b), sum(densities) / len(items), len(items)
+    )
 
 
 def correlation(a: Float[Tensor, "n d"], b: Float[Tensor, "n d"]) -> float:
