@@ -1,0 +1,360 @@
+"""Costs: formulas and streaming counts against matrices and plans, hashing against simulation, depth by hand."""
+
+import json
+import math
+
+import numpy as np
+import oracles
+import oracles_theory
+import pytest
+import torch
+from cases_core import batches, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import element_vs_block as bench
+from sparsefinder.attention.api import attend
+from sparsefinder.connectivity import analyse
+from sparsefinder.cost import (
+    Depth,
+    Footprint,
+    LongDocument,
+    attention_price,
+    bucket_shares,
+    bucket_size,
+    closed_form_pairs,
+    collision_probability,
+    construction_depth,
+    count_by_bounds,
+    dense_depth,
+    depth_of,
+    design_rows,
+    design_table,
+    expected_keys,
+    footprint,
+    footprint_at,
+    full_footprint,
+    miss_probability,
+    prediction_price,
+    rounds_needed,
+)
+from sparsefinder.errors import PatternError, ShapeError
+from sparsefinder.patterns.algebra import materialize
+from sparsefinder.patterns.heads import Sequential
+from sparsefinder.patterns.legal import legal_from_mask, legal_full
+from sparsefinder.patterns.positional import (
+    BlockDiagonal,
+    Dilated,
+    Fixed,
+    GlobalTokens,
+    Nothing,
+    Past,
+    Strided,
+    Window,
+)
+from sparsefinder.patterns.random_keys import RandomBlocks, RandomKeys
+from sparsefinder.plan import build_plan, computed_pairs
+
+SMALL = st.integers(1, 5)
+DISTANCES = st.recursive(
+    st.one_of(
+        st.builds(Window, st.integers(0, 4)),
+        st.builds(Dilated, st.integers(0, 3), SMALL),
+        st.builds(Strided, SMALL),
+        st.just(Past()),
+        st.just(Nothing()),
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a | b, inner, inner),
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a: ~a, inner),
+    ),
+    max_leaves=3,
+)
+KNOWN = st.one_of(
+    DISTANCES,
+    st.builds(lambda a, g: a | GlobalTokens(g), DISTANCES, st.integers(0, 6)),
+    st.builds(lambda a, g: ~(GlobalTokens((g,)) | a), DISTANCES, st.integers(0, 6)),
+    st.builds(BlockDiagonal, SMALL, st.integers(0, 2)),
+    st.integers(1, 5).flatmap(lambda stride: st.builds(Fixed, st.just(stride), st.integers(1, stride))),
+    st.builds(RandomKeys, st.integers(0, 4), st.integers(0, 9), st.just(True)),
+)
+
+
+@given(KNOWN, st.integers(1, 23), st.booleans())
+@settings(max_examples=80)
+def test_formulas_count_what_the_matrix_holds(pattern, tokens, causal):
+    expected = materialize(pattern, legal_full(1, tokens, tokens, causal), 0, 0)
+    assert closed_form_pairs(pattern, tokens, causal) == int(expected.sum())
+
+
+def test_random_patterns_have_formulas_where_draws_do_not_matter():
+    legal = legal_full(1, 12, 12)
+    for pattern in (RandomKeys(3), RandomKeys(50), RandomBlocks(4, 2), RandomBlocks(4, 9)):
+        assert closed_form_pairs(pattern, 12) == int(materialize(pattern, legal, 0, 0).sum())
+    assert closed_form_pairs(RandomBlocks(5, 1), 12) is None
+    assert closed_form_pairs(RandomKeys(2), 12, causal=True) is None
+    assert closed_form_pairs(BlockDiagonal(4) | Window(1), 12) is None
+    with pytest.raises(PatternError, match="tokens"):
+        closed_form_pairs(Window(1), 0)
+
+
+@given(batches(longest=24), st.sampled_from([1, 3, 8]), st.booleans())
+@settings(max_examples=25)
+def test_footprints_are_those_of_the_plan(batch, tile_size, everything):
+    """Ragged, padded on either side, causal, several heads, and buckets besides positions."""
+    pattern = batch.pattern | (batch.bits & Strided(2)) if everything else batch.pattern
+    plan = build_plan(pattern, batch.legal, tile_size)
+    computed = computed_pairs(plan)
+    owner = plan.tile_batch * batch.heads + plan.tile_head
+    for b in range(batch.q.shape[0]):
+        for h in range(batch.heads):
+            found = footprint(pattern, batch.legal, tile_size, b=b, h=h)
+            listed = int(plan.offsets.diff()[owner == b * batch.heads + h].sum())
+            kept = int(materialize(pattern, batch.legal, b, h).sum())
+            expected = (int(batch.legal.query_real[b].sum()), batch.legal.count(b), kept, listed)
+            assert found == Footprint(*expected, int(computed[b, h]))
+
+
+@given(batches(longest=24), st.integers(1, 7), DISTANCES)
+@settings(max_examples=20)
+def test_counting_by_bounds_misses_no_pair(batch, tile, rest):
+    pattern = BlockDiagonal(4) | (rest & ~GlobalTokens(2)) | Fixed(3)
+    for b in range(batch.q.shape[0]):
+        expected = int(materialize(pattern, batch.legal, b, 0).sum())
+        assert count_by_bounds(pattern, batch.legal, tile, b=b) == expected
+        looked_at = count_by_bounds(pattern, batch.legal, tile, b=b, most=0)
+        assert looked_at in (None, expected)
+
+
+def test_bounds_make_long_counts_exact():
+    pattern = BlockDiagonal(64, 1) | Window(100) | GlobalTokens(3)
+    tokens = 65 * 64  # just too many to be counted tile by tile
+    found = footprint_at(pattern, tokens, sample=4)
+    local = (torch.arange(512)[:, None] // 64 - torch.arange(512) // 64).abs() <= 1
+    local |= (torch.arange(512)[:, None] - torch.arange(512)).abs() <= 100
+    # Shifting a row of blocks changes nothing away from the ends: one block more is as much as from 7 to 8 blocks.
+    sums = [int(local[: 64 * n, : 64 * n].sum()) for n in (7, 8)]
+    without = sums[1] + (65 - 8) * (sums[1] - sums[0])
+    columns = 2 * 3 * tokens - 9 - int(local[:3].sum()) - int(local[3:, :3].sum())
+    assert found.pairs == without + columns
+    assert footprint(pattern, legal_full(1, tokens, tokens), 32, sample=4).pairs != found.pairs
+    assert count_by_bounds(Strided(64), legal_full(1, 2048, 2048), most=1 << 20) is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 31, 32, 70])
+def test_full_attention(tokens, causal):
+    everything = footprint(~Nothing(), legal_full(1, tokens, tokens, causal), 32)
+    assert full_footprint(tokens, 32, causal) == everything
+    assert everything.density == everything.computed_density == 1
+
+
+def test_sampled_tiles_estimate_the_whole():
+    legal = legal_full(1, 1000, 1000)
+    pattern = Window(20) | GlobalTokens(3) | RandomBlocks(8, 2)
+    exact = footprint(pattern, legal, 16)
+    assert exact.error == 0
+    sampled = footprint(pattern, legal, 16, sample=16)
+    assert 0 < sampled.error < 0.05
+    for name in ("pairs", "listed", "computed"):
+        assert getattr(sampled, name) == pytest.approx(getattr(exact, name), rel=5 * sampled.error)
+    assert footprint(pattern, legal, 16, sample=10_000) == exact
+    regular = footprint(Window(20), legal, 10, sample=4)  # only the tiles at both ends differ in a window
+    assert regular.pairs == pytest.approx(closed_form_pairs(Window(20), 1000), rel=1e-2)
+
+
+def test_long_texts_need_no_matrix():
+    """Exercise 1 of the lecture: 16384 tokens, stride 128, both layers of the causal strided pattern."""
+    pattern = Sequential((Window(128), Strided(128)))
+    local, jump = (footprint_at(pattern, 16_384, causal=True, layer=layer, sample=8) for layer in range(2))
+    assert local.pairs == 16_384 * 129 - 128 * 129 // 2
+    assert jump.pairs == 128 * (128 * 129 // 2)
+    full = full_footprint(16_384, causal=True)
+    assert (local.pairs + jump.pairs) / (2 * full.pairs) == pytest.approx(1 / 85.2, rel=0.01)
+    # A tile of 32 neighbours shares its window. Of a stride's keys it shares none: each is computed for all rows after.
+    assert local.computed / local.pairs < 1.3
+    assert jump.computed / jump.pairs == pytest.approx(33 / 2, rel=0.01)
+
+
+def test_prices_by_hand():
+    size = Footprint(queries=10, legal=100, pairs=40, listed=25, computed=50)
+    found = attention_price(size, 8, heads=3, number_bytes=2)
+    assert found.flops == 3 * 50 * (2 * 8 + 2 * 8)
+    assert found.bytes == 3 * ((10 + 25) * 16 * 2 + 25 * 8)
+    assert attention_price(size, 8, value_dim=4, number_bytes=4, lists=False).bytes == 35 * 12 * 4
+    distance = prediction_price(64, 16, 4, against=64)
+    assert distance.flops == 2 * 64 * 16 * 4 * 2 + 64 * 64 * 4 * 2
+    assert prediction_price(64, 16, 4, against=64, shared_by=32).flops == 2 * 64 * 16 * 4 * 2 + 2 * 64 * 4 * 2
+    clusters = prediction_price(64, 16, 4, against=8, heads=2)
+    assert clusters.flops == 2 * (2 * 64 * 16 * 4 * 2 + 2 * 64 * 8 * 4 * 2)
+    assert (clusters + distance).flops == clusters.flops + distance.flops
+    with pytest.raises(PatternError, match="dim"):
+        attention_price(size, 0)
+    with pytest.raises(PatternError, match="rank"):
+        prediction_price(64, 16, 0, against=64)
+
+
+def test_footprints_refuse_what_they_cannot_count():
+    with pytest.raises(ShapeError, match="tile_size"):
+        footprint(Window(1), legal_full(1, 4, 4), 0)
+    with pytest.raises(ShapeError, match="sample"):
+        footprint(Window(1), legal_full(1, 4, 4), sample=0)
+    with pytest.raises(ShapeError, match="tokens"):
+        full_footprint(0)
+    with pytest.raises(PatternError, match="real query"):
+        footprint(Window(1), legal_from_mask(torch.zeros(1, 4, dtype=torch.bool)))
+    batch = make([3, 6], pad_left=True, causal=False, seed=0)
+    assert footprint(Window(1), batch.legal, b=0).pairs == 7
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_bucket_sizes_against_throwing(skew):
+    shares = torch.softmax(skew * torch.arange(6.0), 0)
+    found = bucket_size(50, 6 if skew == 0 else shares)
+    mean, seen = oracles_theory.bucket_sizes(shares.tolist(), 50, 2000, seed=0)
+    assert found.mean == mean
+    assert found.seen == pytest.approx(seen, rel=0.02)
+    assert found.seen >= found.mean
+
+
+def test_buckets_of_the_lecture():
+    """Exercise 3: 64 buckets, 8192 tokens."""
+    found = bucket_size(8192, 64)
+    assert found.mean == 128
+    assert found.seen == pytest.approx(128 + 63 / 64)
+    bits = torch.tensor([[True, False, False], [True, True, False]])
+    assert bucket_shares(bits).tolist() == pytest.approx([2 / 3, 1 / 3, 0])
+    with pytest.raises(PatternError, match="in a bucket"):
+        bucket_shares(torch.zeros(2, 3, dtype=torch.bool))
+    for wrong in (0, torch.tensor([0.5, 0.6]), torch.tensor([1.5, -0.5])):
+        with pytest.raises(PatternError, match="bucket_size"):
+            bucket_size(5, wrong)
+
+
+@pytest.mark.parametrize(("cosine", "buckets"), [(0.9, 8), (0.3, 4), (-0.5, 6), (0.0, 16), (0.97, 64), (0.6, 2)])
+def test_collisions_and_misses_against_simulation(cosine, buckets):
+    """Miss probability (1 − c)^m of m independent rounds, both with the hash itself and not with the formula."""
+    rounds, draws = 3, 2000
+    met, missed = oracles_theory.lsh(cosine, buckets, rounds, draws, seed=1)
+    c = collision_probability(cosine, buckets)
+    assert c == pytest.approx(met, abs=4 * math.sqrt(c * (1 - c) / (draws * rounds)) + 1e-3)
+    miss = miss_probability(c, rounds)
+    assert miss == pytest.approx(missed, abs=4 * math.sqrt(miss * (1 - miss) / draws) + 1e-3)
+
+
+def test_collisions_at_the_ends_and_in_between():
+    for buckets in (2, 4, 64):
+        assert collision_probability(1.0, buckets) == 1
+        assert collision_probability(-1.0, buckets) == 0
+        assert collision_probability(0.0, buckets) == pytest.approx(1 / buckets, rel=1e-4)
+        curve = [collision_probability(c / 10, buckets) for c in range(-9, 10, 3)]
+        assert curve == sorted(curve)
+    for cosine, buckets in ((1.1, 4), (0.5, 3), (0.5, 0)):
+        with pytest.raises(PatternError, match="collision_probability"):
+            collision_probability(cosine, buckets)
+
+
+@given(st.floats(0.01, 1), st.floats(1e-6, 1))
+@settings(max_examples=50)
+def test_rounds_needed_is_the_least_number(collision, miss):
+    rounds = rounds_needed(collision, miss)
+    assert miss_probability(collision, rounds) <= miss * (1 + 1e-9)
+    assert rounds == 1 or miss_probability(collision, rounds - 1) > miss
+    assert expected_keys(100, collision, rounds) == pytest.approx(100 * (1 - (1 - collision) ** rounds))
+
+
+def test_probabilities_outside_their_range_are_refused():
+    for wrong in ((-0.1, 1), (1.1, 1), (0.5, 0)):
+        with pytest.raises(PatternError, match="miss_probability"):
+            miss_probability(*wrong)
+    with pytest.raises(PatternError, match="rounds_needed"):
+        rounds_needed(0.0, 0.1)
+
+
+def test_depth_by_hand():
+    """d = 2 numbers, n = 3 tokens, δ = 1/4, p = 2 patterns, s = 2 hops."""
+    assert construction_depth(2, 3, 4, 2, 2) == Depth(2 * 3 * 4, 2 * 2 * 16 + 2, 3 * 4**6)
+    assert dense_depth(2, 3, 4) == Depth(24, 3 * 16 + 1, 3 * 4**6)
+    assert construction_depth(2, 3, 4, 2, 2).total == 24 + 66 + 12288
+    ratio = construction_depth(4, 512, 10, 2, 2).context / dense_depth(4, 512, 10).context
+    assert ratio == pytest.approx(2, rel=0.01)  # "roughly p times more layers"
+    strided = analyse(Sequential((Window(3), Strided(3))), legal_full(1, 9, 9))
+    assert depth_of(strided, 2, 4) == construction_depth(2, 9, 4, 2, 2)
+    assert depth_of(analyse(BlockDiagonal(3), legal_full(1, 9, 9)), 2, 4) is None
+    with pytest.raises(PatternError, match="levels"):
+        dense_depth(2, 3, 0)
+
+
+def test_the_long_document_design_adds_up():
+    """A small copy of the real thing is counted exactly; the steps and shares must fit together."""
+    design = LongDocument().smaller(400)
+    assert (design.tokens, design.section, design.radius, design.question) == (500, 5, 1, 1)
+    connected = analyse(design.positional()["+ section summaries"], legal_full(1, 100, 100))
+    assert (connected.assumption, connected.hops) == ("yes", 2)
+    rows = {row.name: row for row in design_rows(design, sample=10_000)}
+    legal = legal_full(1, 500, 500)
+    for name, pattern in design.positional().items():
+        assert rows[name].size == footprint(pattern, legal, 32)
+    assert rows["window"].size.pairs == closed_form_pairs(Window(1), 500)
+    retrieved = rows["+ retrieved keys"].size.pairs - rows["+ section summaries"].size.pairs
+    assert retrieved == (500 - 1) * 512
+    assert rows["full attention"].flops_share == rows["full attention"].bytes_share == 1
+    assert rows["full attention"].size.pairs == 500 * 500
+    table = design_table(list(rows.values()))
+    assert len(table.splitlines()) == len(rows) + 2
+    with pytest.raises(PatternError, match="whole number of sections"):
+        LongDocument(tokens=1001, section=10)
+
+
+@pytest.mark.slow
+def test_at_full_length_the_design_is_cheap_and_prediction_by_tiles_is_not():
+    rows = {row.name: row for row in design_rows(LongDocument(), sample=2)}
+    window = rows["window"].size
+    assert window.pairs == pytest.approx(closed_form_pairs(Window(256), 200_000), rel=2e-3)
+    design = rows["+ retrieved keys"]
+    assert design.flops_share < 0.01
+    assert rows["prediction by inverted lists"].price.flops < 0.2 * design.price.flops
+    assert rows["prediction by tile × key"].price.flops > 0.2 * design.price.flops
+
+
+def test_both_sides_of_the_timing_compute_what_they_say():
+    tokens, heads = 128, 2
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, tokens, 8, generator=draw) for _ in range(3))
+    own = bench.element_lists(heads, tokens, 32, draw)
+    shared = bench.block_lists(heads, tokens, 2, draw)
+    union = bench.union_lists(own)
+    lists = {
+        "elements": [[set(own[h, i].tolist()) for i in range(tokens)] for h in range(heads)],
+        "blocks": [[set(shared[h, i // 32].tolist()) for i in range(tokens)] for h in range(heads)],
+        "union": [[set(union[h * 4 + i // 32].tolist()) for i in range(tokens)] for h in range(heads)],
+    }
+    plans = {
+        "blocks": bench.plan_of_lists(list(shared.flatten(0, 1)), heads, tokens),
+        "union": bench.plan_of_lists(union, heads, tokens),
+    }
+    legal = legal_full(1, tokens, tokens)
+    found = {"elements": bench.by_query(q, k, v, own), "blocks": bench.by_tile(q, k, v, shared)}
+    found |= {name + "/tile": attend(q, k, v, plan, legal=legal, alpha=1.0) for name, plan in plans.items()}
+    for name, out in found.items():
+        for h in range(heads):
+            allowed = np.array([[j in keys for j in range(tokens)] for keys in lists[name.split("/")[0]][h]])
+            expected = oracles.attention(q[0, h].numpy(), k[0, h].numpy(), v[0, h].numpy(), allowed, 1.0, 8**-0.5)
+            assert np.allclose(out[0, h].numpy(), expected, atol=1e-5), name
+    assert {len(keys) for keys in lists["elements"][0]} == {32}
+    assert {len(keys) for keys in lists["blocks"][1]} == {64}
+
+
+def test_the_timing_script_writes_its_figures(tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    sizes = ["--tokens", "128", "--heads", "1", "--dim", "8", "--densities", "0.25", "--repeats", "1"]
+    rows = bench.main([*sizes, "--json", str(out)])
+    assert json.loads(out.read_text())["rows"] == rows
+    assert {row["row"] for row in rows} == {"full", "elements", "elements/tile", "blocks", "blocks/tile"}
+    density = {row["row"]: (row["density"], row["computed_density"]) for row in rows}
+    assert density["elements"] == density["blocks"] == density["blocks/tile"] == (0.25, 0.25)
+    assert density["elements/tile"][1] > 0.95
+    assert "hardware" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main(["--tokens", "100"])
