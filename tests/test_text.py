@@ -179,6 +179,7 @@ BAD = {
 }
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("text", BAD)
 def test_everything_else_is_refused_in_one_line(text):
     with pytest.raises(PatternError, match=BAD[text]) as caught:
@@ -187,6 +188,7 @@ def test_everything_else_is_refused_in_one_line(text):
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.unchecked
 def test_random_lines_are_read_or_refused():
     """No other exception, whatever the line."""
     draw = random.Random(0)
@@ -246,6 +248,7 @@ def test_predictors_come_from_a_layer_with_other_settings():
         ("lsh", "lsh: expected one of clusters, distance"),
     ],
 )
+@pytest.mark.unchecked
 def test_settings_that_do_not_fit_are_refused(text, message):
     x = torch.zeros(1, HEADS, 4, 4)
     with pytest.raises(PatternError, match=message):
