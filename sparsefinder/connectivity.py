@@ -183,7 +183,7 @@ def connectivity_table(rows: Mapping[str, Connectivity]) -> str:
     for name, row in rows.items():
         path = f"{row.path} ({row.reason})"
         keys, self_edges = f"{row.pairs_per_token:.1f}", "yes" if row.self_edges else "no"
-        lines.append([name, str(row.period), keys, self_edges, path, str(row.hops), row.assumption])
+        lines.append([name.replace("|", "\\|"), str(row.period), keys, self_edges, path, str(row.hops), row.assumption])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import connectivity_table as connectivity_page
 from sparsefinder.connectivity import (
     analyse,
     connections,
@@ -226,9 +227,10 @@ def test_cycles_and_heads():
 
 
 def test_the_table_has_a_line_for_every_pattern():
-    rows = connectivity_rows({"window(3)": Window(1), "blocks": BlockDiagonal(2), "full": ~Nothing()}, 8)
+    rows = connectivity_rows({"window(3)": Window(1), "a | b": BlockDiagonal(2), "full": ~Nothing()}, 8)
     lines = connectivity_table(rows).splitlines()
     assert len(lines) == 5
+    assert r"| a \| b |" in lines[3]
     assert lines[2] == "| window(3) | 1 | 2.8 | yes | yes (identity) | 7 | yes |"
     assert "| never | no |" in lines[3]
     assert rows["full"].pairs_per_token == 8
@@ -249,3 +251,15 @@ def test_what_is_no_self_attention_is_refused():
         analyse(Window(1), legal_full(1, 3, 3), layers=0)
     with pytest.raises(ShapeError, match="square"):
         hamiltonian_path(torch.ones(2, 3, dtype=torch.bool))
+
+
+def test_the_page_holds_every_pattern():
+    """docs/connectivity.md, on a shorter text: every line is there, and nothing is left unknown."""
+    page = connectivity_page.make_page(64)
+    for text in (*connectivity_page.PATTERNS, *connectivity_page.CAUSAL_ONLY):
+        assert "| `{}` |".format(text.replace("|", "\\|")) in page
+    tables = [line for line in page.splitlines() if line.startswith("| ")]
+    assert not any("unknown" in line or "none" in line for line in tables)
+    assert sum("`sparse_transformer('fixed', 16)`" in line for line in tables) == 4
+    cut_short = page[page.index("## 58 tokens") : page.index("## Depth")].splitlines()
+    assert [line.split(" | ")[-2] for line in cut_short if "sparse_transformer" in line] == ["2", "never"]
