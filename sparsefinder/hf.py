@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sparsefinder.attention.api import attend, attend_dense
 from sparsefinder.errors import ConfigError, IncompatibleModelError, first_line
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.heads import at_layer
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
@@ -289,8 +288,7 @@ def _compute(attached: Attached, call: LayerInput) -> Tensor:
 
 def _predicted(attached: Attached, call: LayerInput) -> Plan:
     predictor = attached.predictors[call.layer]
-    positional = at_layer(attached.positional, call.layer)
-    return layer_plan(predictor, call.q, call.k, call.legal, positional, attached.tile_size)
+    return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, attached.tile_size, call.layer)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, materialize
+from sparsefinder.patterns.heads import Sequential
 from sparsefinder.patterns.legal import Legal, legal_from_mask, legal_full
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
+from sparsefinder.patterns.random_keys import RandomKeys
 from sparsefinder.plan import Plan, computed_pairs, plan_matrix
 from sparsefinder.predictors import (
     PREDICTORS,
@@ -203,6 +205,19 @@ def test_identical_vectors_use_one_cluster_and_say_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         clusters.pattern(*sequences(1, 6), legal_full(1, 6, 6))
+
+
+@pytest.mark.parametrize("predictor", [WindowOnly(), Tiles(maps("bilinear"), keys_per_tile=3)])
+def test_positional_patterns_may_differ_from_layer_to_layer(predictor: Predictor) -> None:
+    q, k = sequences(1, 24)
+    legal = legal_full(1, 24, 24)
+    plain = {pairs: layer_plan(predictor, q, k, legal, pairs, 1) for pairs in (Window(0), Window(3))}
+    for layer, pairs in enumerate((Window(0), Window(3), Window(0))):
+        plan = layer_plan(predictor, q, k, legal, Sequential((Window(0), Window(3))), 1, layer)
+        assert torch.equal(plan.keys, plain[pairs].keys)
+    drawn = [layer_plan(predictor, q, k, legal, RandomKeys(4), 1, layer).keys for layer in (0, 0, 1)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
 
 
 @pytest.mark.parametrize("name", list(every_predictor()))

@@ -61,7 +61,7 @@ def layer_counts(
         q, k = data.q[chosen], data.k[chosen]
         legal = legal_from_mask(data.mask[chosen], data.causal)
         if set_name == "plan":
-            kept = layer_plan(predictor, q, k, legal, positional, tile_size)
+            kept = layer_plan(predictor, q, k, legal, positional, tile_size, layer)
             parts.append(counts(q, k, kept, legal, data.alpha, data.scale, layer=layer))
         else:
             pattern = layer_pattern(predictor, q, k, legal, positional)

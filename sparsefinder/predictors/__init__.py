@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparsefinder.edges import Edges
-from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.algebra import Pattern, context_of
 from sparsefinder.patterns.content import InEdges
+from sparsefinder.patterns.heads import at_layer
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.patterns.positional import Nothing
 from sparsefinder.plan import Plan, build_plan, plan_matrix
@@ -129,11 +130,16 @@ def layer_plan(
     legal: Legal,
     positional: Pattern,
     tile_size: int = 32,
+    layer: int = 0,
 ) -> Plan:
-    """The plan of predicted ∪ positional pairs, whatever kind the predictor is. Errors as in the predictors."""
+    """The plan of predicted ∪ positional pairs, whatever kind the predictor is. Errors as in the predictors.
+
+    layer: of the model, for positional patterns that differ from layer to layer.
+    """
+    ctx, positional = context_of(legal, layer), at_layer(positional, layer)
     if isinstance(predictor, Tiles):
-        return predictor.plan(q, k, legal, positional, tile_size)
-    return build_plan(predictor.pattern(q, k, legal) | positional, legal, tile_size, heads=q.shape[1])
+        return predictor.plan(q, k, legal, positional, tile_size, ctx)
+    return build_plan(predictor.pattern(q, k, legal) | positional, legal, tile_size, ctx, heads=q.shape[1])
 
 
 def layer_pattern(

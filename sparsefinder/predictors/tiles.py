@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsefinder.errors import PatternError, ShapeError
-from sparsefinder.patterns.algebra import Pattern
+from sparsefinder.patterns.algebra import Context, Pattern
 from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.plan import KeysPerTile, Plan, ScoreAtLeast, plan_from_tile_scores, tile_count
 from sparsefinder.predictors.assemble import require_heads
@@ -71,6 +71,7 @@ class Tiles:
         legal: Legal,
         positional: Pattern,
         tile_size: int | Int[Tensor, " H"] = 32,
+        ctx: Context | None = None,
     ) -> Plan:
         """The plan of chosen keys ∪ positional pattern ∪ every query itself; nothing of size N×M is made.
 
@@ -81,7 +82,7 @@ class Tiles:
         """
         scores = normalized_scores(self, q, k, legal, tile_size)
         rule = ScoreAtLeast(self.threshold) if self.threshold is not None else KeysPerTile(self.keys_per_tile or 0)
-        return plan_from_tile_scores(scores, rule, positional, legal, tile_size)
+        return plan_from_tile_scores(scores, rule, positional, legal, tile_size, ctx)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Parameters by name."""
