@@ -69,6 +69,9 @@ def content_predictors(seed: int = 0) -> dict[str, Predictor]:
         "routing narrow": Routing(unit(HEADS, 70, DIM, seed=seed), 2),
         "clustered": Clustered(clustered_hashes(HEADS, DIM, 11, seed), 6, 3),
         "inverted": InvertedLists(whole(HEADS, 9, DIM, seed=seed), torch.full((HEADS,), 0.3), -1.5),
+        "inverted root": InvertedLists(
+            whole(HEADS, 9, DIM, seed=seed), torch.full((HEADS,), 0.3), -1.5, whole(HEADS, DIM, DIM, seed=seed + 4)
+        ),
         "inverted metric": InvertedClusters(maps(seed=seed), whole(HEADS, 6, RANK, seed=seed), -2.0),
         "chunks": ChunkClusters(maps(seed=seed), whole(HEADS, 6, RANK, seed=seed), 2, 3),
         "routed tokens": RoutedChunks(maps(seed=seed), whole(HEADS, 6, RANK, seed=seed)),

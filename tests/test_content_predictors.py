@@ -49,7 +49,7 @@ from sparsefinder.predictors.clustered import ITERATIONS
 
 SAMPLES = content_predictors()
 ANY_LAYER = [name for name, p in SAMPLES.items() if not ranks_over_sequence(p)]
-INVERTED = ("inverted", "inverted metric")
+INVERTED = ("inverted", "inverted root", "inverted metric")
 RANKING = [name for name in SAMPLES if name not in ANY_LAYER]
 
 
@@ -171,12 +171,17 @@ def test_inverted_lists_are_their_definition(seed: int, n: int, clusters: int, c
     legal = legal_full(1, n, n, causal)
     raw = InvertedLists(whole(HEADS, clusters, DIM, seed=seed), torch.tensor([0.1, 0.3, 0.5, 1.0]), -1.7)
     learned = InvertedClusters(maps(seed=seed), whole(HEADS, clusters, RANK, seed=seed, low=-9, high=9), -1.7)
-    found_raw, found_learned = raw.pattern(q, k, legal), learned.pattern(q, k, legal)
+    rooted = replace(raw, root=whole(HEADS, DIM, DIM, seed=seed + 9))
+    found_raw, found_learned, found_rooted = (p.pattern(q, k, legal) for p in (raw, learned, rooted))
     for h in range(HEADS):
         centroids, factor = raw.centroids[h].tolist(), float(raw.scale[h])
         scores = [[factor * oracle.dot(x, c) for c in centroids] for x in head(q, h)]
         owner = [oracle.nearest(x, centroids) for x in head(k, h)]
         assert graph(found_raw, legal, h) == oracle.probing(scores, owner, causal, -1.7)
+        root, zero = rooted.root[h].tolist(), [0.0] * DIM
+        seen_c, seen_k = ([oracle.apply(root, zero, x) for x in side] for side in (centroids, head(k, h)))
+        owner = [oracle.nearest(x, seen_c) for x in seen_k]
+        assert graph(found_rooted, legal, h) == oracle.probing(scores, owner, causal, -1.7)
         low_q, low_k = projected(learned, q, k, h)
         centroids = learned.centroids[h].tolist()
         scores = [[-sum((a - b) ** 2 for a, b in zip(x, c, strict=True)) for c in centroids] for x in low_q]
@@ -344,7 +349,7 @@ def test_the_same_twice_and_after_saving(name: str) -> None:
     for h in range(HEADS):
         found = [graph(p.pattern(q, k, legal), legal, h, 1) for p in (predictor, predictor, predictor_to(again, "cpu"))]
         assert found[0] == found[1] == found[2]
-    for missing in set(predictor.to_tensors()) - {"k_linear"}:
+    for missing in set(predictor.to_tensors()) - {"k_linear", "root"}:
         rest = {key: value for key, value in predictor.to_tensors().items() if key != missing}
         with pytest.raises(KeyError, match=missing):
             PREDICTORS[predictor.kind].from_tensors(rest, predictor.settings())
@@ -492,6 +497,8 @@ def test_what_cannot_be_is_a_typed_error() -> None:
             make()
     with pytest.raises(ShapeError, match="scale"):
         InvertedLists(torch.zeros(HEADS, 3, DIM), torch.ones(2), -1.0)
+    with pytest.raises(ShapeError, match="root"):
+        InvertedLists(torch.zeros(HEADS, 3, DIM), torch.ones(HEADS), -1.0, torch.zeros(HEADS, DIM, 2))
     with pytest.raises(ShapeError, match="hashes"):
         Clustered(torch.zeros(HEADS, DIM), 3, 3)
     with pytest.raises(PatternError, match="1 cluster and key"):

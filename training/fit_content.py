@@ -26,6 +26,7 @@ from sparsefinder.predictors import (
 )
 from sparsefinder.predictors.projections import expand_heads, project_keys
 from sparsefinder.predictors.routing import on_unit_ball
+from sparsefinder.predictors.svd import moment_roots
 from training.config import FitConfig
 from training.extract import LayerData
 from training.fit import fit_clusters
@@ -53,15 +54,19 @@ def fit_svd(data: LayerData, rank: int, seed: int = 0) -> Projections:
 
 
 def fit_inverted(data: LayerData, clusters: int, threshold: float, seed: int = 0) -> InvertedLists:
-    """k-means on the keys themselves, kv head by kv head; the query heads of a group share the centroids.
+    """k-means on the keys, head by head, in the metric of the queries: `root = E[q qᵀ]^{1/2}`.
 
     Raises:
         DataError: fewer keys than clusters.
     """
     generator = torch.Generator().manual_seed(seed)
-    keys = head_samples(data.k, data.mask, POINTS_PER_CLUSTER * clusters, generator)
-    centroids = torch.stack([kmeans(points, clusters, seed) for points in keys])
-    return InvertedLists(expand_heads(centroids[None], data.q.shape[1])[0].contiguous(), data.scale, threshold)
+    q = head_samples(data.q, data.mask, MOMENT_TOKENS, generator)
+    keys = head_samples(data.k, data.mask, POINTS_PER_CLUSTER * clusters, generator)[None]
+    root, inverse = moment_roots(q.transpose(1, 2) @ q / q.shape[1])
+    points = (expand_heads(keys, q.shape[0])[0].double() @ root).float()
+    found = torch.stack([kmeans(part, clusters, seed) for part in points])
+    centroids = (found.double() @ inverse).float()
+    return InvertedLists(centroids.contiguous(), data.scale, threshold, root.float().contiguous())
 
 
 def fit_inverted_clusters(

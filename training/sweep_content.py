@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 from sparsefinder.predictors import (
     Clustered,
@@ -95,7 +96,7 @@ def inverted(setup: Setup) -> list[Family]:
     def lists(buckets: int, fitted: Callable[[int], InvertedLists]) -> Sheet:
         def make(work: LayerWork) -> list[Choosing]:
             first = fitted(work.layer)
-            return [InvertedLists(first.centroids, first.scale, p) for p in PROBES]
+            return [replace(first, threshold=p) for p in PROBES]
 
         return nested_settings([{"buckets": buckets, **point} for point in grid], make)
 

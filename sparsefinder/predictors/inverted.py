@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from sparsefinder.errors import ShapeError
@@ -24,13 +24,15 @@ class InvertedLists:
 
     That is the log-share of softmax attention that c would get if each of its keys were its centroid. size(c): legal
     keys in c, for a causal layer those up to the query, so that no row depends on later tokens; a cluster without any
-    is never probed. Nearest by Euclidean distance among the keys themselves (not projected), the first of equally near
-    ones. Centroids: `training.fit_content.fit_inverted`. Nothing of size N × M. Grid: the number of centroids,
-    `threshold` (natural log of a share, so from about −12 to 0).
+    is never probed. Nearest by `‖root[h] (k − c)‖₂`, the first of equally near ones. Nothing of size N × M.
+    root: `E[q qᵀ]^{1/2}` makes that distance the expected error of the score when c stands for k, which is what counts;
+        None = plain Euclidean distance. Root and centroids: `training.fit_content.fit_inverted`.
+    Grid: the number of centroids, `threshold` (natural log of a share, so from about −12 to 0).
 
     Raises:
         PatternError: no centroid (they are not fitted yet).
-        ShapeError: centroids that are not `[heads, clusters, head_dim]`, or not one scale per head.
+        ShapeError: centroids that are not `[heads, clusters, head_dim]`, a root that does not fit them, or not one
+            scale per head.
     """
 
     kind: ClassVar[str] = "inverted"
@@ -38,11 +40,15 @@ class InvertedLists:
     centroids: Float[Tensor, "H B D"]
     scale: Float[Tensor, " H"]
     threshold: float
+    root: Float[Tensor, "H D D"] | None = None
 
     def __post_init__(self) -> None:
         require_centroids(self.centroids)
-        if tuple(self.scale.shape) != self.centroids.shape[:1]:
-            raise ShapeError(f"scale: expected one for each of {self.centroids.shape[0]} heads, got {self.scale.shape}")
+        heads, _, dim = self.centroids.shape
+        if self.root is not None and tuple(self.root.shape) != (heads, dim, dim):
+            raise ShapeError(f"root: expected {(heads, dim, dim)}, got {tuple(self.root.shape)}")
+        if tuple(self.scale.shape) != (heads,):
+            raise ShapeError(f"scale: expected one for each of {heads} heads, got {self.scale.shape}")
 
     def pattern(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal) -> Pattern:
         """The pairs of a query and the keys of the clusters that it probes."""
@@ -53,14 +59,20 @@ class InvertedLists:
             tokens = item_tokens(q, k, legal, b, self.centroids.dtype)
             warn_if_identical(self.kind, tokens.q, tokens.k)
             scores = self.scale[:, None, None] * tokens.q @ self.centroids.transpose(1, 2)
-            members = one_hot(nearest_centroid(tokens.k, self.centroids), self.centroids.shape[1])
+            members = one_hot(self._nearest(tokens.k), self.centroids.shape[1])
             return probed(scores, members, _seen(legal, rows, columns), self.threshold), members
 
         return meet(q, k, legal, assign)
 
+    def _nearest(self, k: Float[Tensor, "H m D"]) -> Int64[Tensor, "H m"]:
+        if self.root is None:
+            return nearest_centroid(k, self.centroids)
+        return nearest_centroid(*(x @ self.root.transpose(1, 2) for x in (k, self.centroids)))
+
     def to_tensors(self) -> dict[str, Tensor]:
         """Parameters by name."""
-        return {"centroids": self.centroids, "scale": self.scale}
+        root = {} if self.root is None else {"root": self.root}
+        return {"centroids": self.centroids, "scale": self.scale, **root}
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """What is not a tensor."""
@@ -69,7 +81,8 @@ class InvertedLists:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], settings: Settings) -> "InvertedLists":
         """The inverse of `to_tensors` and `settings`; KeyError names what is missing."""
-        return cls(tensors["centroids"], tensors["scale"], float(settings["threshold"]))  # type: ignore[arg-type]
+        threshold = float(settings["threshold"])  # type: ignore[arg-type]
+        return cls(tensors["centroids"], tensors["scale"], threshold, tensors.get("root"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +145,8 @@ def squared_to_centroids(x: Float[Tensor, "H n r"], centroids: Float[Tensor, "H 
     return total
 
 
-def nearest_centroid(x: Float[Tensor, "H n r"], centroids: Float[Tensor, "H B r"]) -> Tensor:
-    """The nearest centroid `[H, n]` of every vector; the first of equally near ones."""
+def nearest_centroid(x: Float[Tensor, "H n r"], centroids: Float[Tensor, "H B r"]) -> Int64[Tensor, "H n"]:
+    """The nearest centroid of every vector; the first of equally near ones."""
     return squared_to_centroids(x, centroids).argmin(-1)
 
 

@@ -47,8 +47,8 @@ def score_maps(
 
     The singular values are shared evenly between the two sides. A rank above D gives zero rows.
     """
-    half_q, inverse_q = _roots(q_moment)
-    half_k, inverse_k = _roots(k_moment)
+    half_q, inverse_q = moment_roots(q_moment)
+    half_k, inverse_k = moment_roots(k_moment)
     u, s, vh = torch.linalg.svd(half_q @ half_k)
     count = min(rank, s.shape[1])
     root = s[:, :count].sqrt()
@@ -58,7 +58,9 @@ def score_maps(
     return torch.nn.functional.pad(q_map, extra), torch.nn.functional.pad(k_map, extra)
 
 
-def _roots(moments: Float[Tensor, "H D D"]) -> tuple[Tensor, Tensor]:
+def moment_roots(
+    moments: Float[Tensor, "H D D"],
+) -> tuple[Float64[Tensor, "H D D"], Float64[Tensor, "H D D"]]:
     """Square root and its inverse, in float64; directions without variance are left alone."""
     values, vectors = torch.linalg.eigh(moments.double())
     values = values.clamp(min=1e-6 * values.amax(-1, keepdim=True).clamp(min=1e-12))
