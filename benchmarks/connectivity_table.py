@@ -142,8 +142,8 @@ two are used by the proof. p is the number of patterns in the cycle. A path come
 reason; "unknown" would mean that a bounded search ended first. Keys per token are means over tokens and layers."""
 
 ABOUT_RANDOM = """\
-Random keys alone fail for a simple reason: with c keys a token, about n/eᶜ of n tokens are read by nobody. The same few
-keys beside the smallest window qualify, and need far fewer hops than the window alone. Only global tokens, without a
+Few random keys alone fail for a simple reason: with c keys a token, about n/eᶜ of n tokens are read by nobody. The same
+few beside the smallest window qualify, and need far fewer hops than the window alone. Only global tokens, without a
 window, fail too: through one hub only two chains can be joined, where the proof needs a chain of all."""
 
 ABOUT_CAUSAL = """\

@@ -12,6 +12,7 @@ from cases_core import batches, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import cost_table as cost_page
 from benchmarks import element_vs_block as bench
 from sparsefinder.attention.api import attend
 from sparsefinder.connectivity import analyse
@@ -305,6 +306,21 @@ def test_the_long_document_design_adds_up():
     assert len(table.splitlines()) == len(rows) + 2
     with pytest.raises(PatternError, match="whole number of sections"):
         LongDocument(tokens=1001, section=10)
+
+
+@pytest.mark.slow
+def test_the_cost_page_is_whole(tmp_path):
+    timing, row = (
+        tmp_path / "timing.json",
+        {"row": "blocks", "milliseconds": 2.5, "to_full": 4, "computed_density": 0.1},
+    )
+    timing.write_text(json.dumps({"about": {"hardware": "some"}, "rows": [row | {"tokens": 32, "density": 0.1}]}))
+    page = cost_page.make_page([64], timing)
+    assert "| `blocks(128)` | 64 | 64.0 | 100.00% | 100.00% | 1.000 |" in page
+    assert "| full attention | 200,000 | 100.00% |" in page
+    assert "| 32 | 10.0% | blocks | 2.50 | 4.00 | 10.0% |" in page
+    assert all(f"`{text}`" in page for text in cost_page.PATTERNS)
+    assert "{" not in page
 
 
 @pytest.mark.slow
