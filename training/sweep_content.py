@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from dataclasses import replace
 
 from sparsefinder.predictors import (
     Clustered,
@@ -102,8 +103,7 @@ def inverted(setup: Setup) -> list[Family]:
 
     def clusters(buckets: int, fitted: Callable[[int], InvertedClusters]) -> Sheet:
         def make(work: LayerWork) -> list[Choosing]:
-            first = fitted(work.layer)
-            return [InvertedClusters(first.projections, first.centroids, p) for p in PROBES]
+            return [replace(fitted(work.layer), threshold=p) for p in PROBES]
 
         return nested_settings([{"buckets": buckets, **point} for point in grid], make)
 
