@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from dataclasses import replace
 
 from sparsefinder.predictors import (
     Clustered,
