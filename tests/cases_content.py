@@ -4,6 +4,8 @@ float32 is exact, ties are many, and a naive definition must break them alike.""
 import torch
 from torch import Tensor
 
+from sparsefinder.patterns.algebra import Pattern, materialize
+from sparsefinder.patterns.legal import Legal
 from sparsefinder.predictors import (
     ChunkClusters,
     Clustered,
@@ -49,6 +51,11 @@ def gate_maps(seed: int = 0) -> Projections:
     parts = [torch.randn(HEADS, RANK, 2 * DIM, generator=g) / 4 for _ in range(2)]
     linear = torch.randn(HEADS, 2 * DIM, generator=g) / 4
     return Projections(*parts, *[torch.zeros(HEADS, RANK)] * 2, "bilinear", k_linear=linear)
+
+
+def graph(pattern: Pattern, legal: Legal, h: int, b: int = 0) -> set[tuple[int, int]]:
+    """The pairs of one item and head."""
+    return {(int(i), int(j)) for i, j in materialize(pattern, legal, b, h).nonzero()}
 
 
 def sequences(batch: int, tokens: int, seed: int = 0, kv_heads: int = 2) -> tuple[Tensor, Tensor]:

@@ -98,12 +98,12 @@ def require_centroids(centroids: Float[Tensor, "H B r"]) -> None:
 
 
 def ema_update(
-    centroids: Float[Tensor, "H B D"],
+    centroids: Float[Tensor, "H C D"],
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B Hkv M D"],
     legal: Legal,
     decay: float = 0.999,
-) -> Float[Tensor, "H B D"]:
+) -> Float[Tensor, "H C D"]:
     """One step of online k-means on a batch: `c ← decay c + (1 − decay) mean`, back to length one.
 
     mean: of the queries and keys, on the unit ball, whose nearest centroid is c (the paper writes the sum over tokens,
