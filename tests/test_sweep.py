@@ -102,6 +102,7 @@ def real_figures(family, point, works):
     return found | {"computed_density": summarize(plans).overall["computed_density"]}
 
 
+@pytest.mark.slow
 def test_every_point_is_what_the_real_predictor_gives(measured):
     works, families = measured
     assert {family.name for family in families} >= {
@@ -166,7 +167,8 @@ def test_counting_by_loops():
     mass = np.concatenate([p[h][gold[h]] for h in range(heads)])
     place = geometry(n, windows, globals_, 0)
     out = [np.zeros((heads, settings, len(windows), len(globals_))) for _ in range(5)]
-    kernels.count_levels(levels, place.near, place.globe, False, offsets, flat, mass, *out[:4])
+    kernels.count_pairs(levels, place.cell, False, out[0])
+    kernels.count_gold(levels, place.cell, offsets, flat, mass, *out[1:4])
     kernels.count_planned(levels, place.near, np.asarray(globals_, np.int64), 0, tile, out[4])
     far = np.abs(np.arange(n)[:, None] - np.arange(n))
     first = np.minimum(np.arange(n)[:, None], np.arange(n))

@@ -34,14 +34,11 @@ def sum_of_larger(cells, out):  # type: ignore[no-untyped-def]
 
 
 @parallel_kernel
-def count_levels(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
-    levels, near, globe, causal, offsets, flat, mass, kept, gold, massed, exact
-):
-    """Counts of every head of one instance; `levels [H, n, n]`, `near` and `globe` `[n, n]`, all uint8.
+def count_pairs(levels, place, causal, kept):  # type: ignore[no-untyped-def]
+    """Pairs that every setting keeps, of every head of one instance: `kept [H, S, W, G]` float64, written.
 
-    offsets, flat, mass: the gold pairs `i * n + j` of each head, sorted, with the teacher's probability.
-    kept, gold, massed, exact `[H, S, W, G]` float64, written: pairs that are kept, gold pairs among them, probability
-    on them, rows whose gold pairs are all kept. Levels, `near` and `globe` of S, W, G mean never.
+    levels `[H, n, n]` uint8; place `[n, n]` uint16 is `near * (G + 1) + globe`. Levels, `near` and `globe` of S, W, G
+    mean never.
     """
     heads, n = levels.shape[0], levels.shape[1]
     count_s, count_w, count_g = kept.shape[1], kept.shape[2], kept.shape[3]
@@ -52,8 +49,7 @@ def count_levels(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
         for i in range(n):
             last = i + 1 if causal else n
             for j in range(last):
-                cell = np.int64(levels[h, i, j]) * wide + np.int64(near[i, j]) * (count_g + 1) + np.int64(globe[i, j])
-                numbers[j & 3, cell] += 1
+                numbers[j & 3, np.int64(levels[h, i, j]) * wide + np.int64(place[i, j])] += 1
         cells = np.zeros((count_s + 1, count_w + 1, count_g + 1))
         for a in range(count_s + 1):
             for b in range(count_w + 1):
@@ -63,6 +59,20 @@ def count_levels(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
         sum_of_larger(cells, kept[h])
         total = n * (n + 1) // 2 if causal else n * n
         kept[h] = total - kept[h]
+
+
+@parallel_kernel
+def count_gold(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
+    levels, place, offsets, flat, mass, gold, massed, exact
+):
+    """Of the gold pairs: how many are kept, the probability on them, and the rows of which all are kept; `gold`,
+    `massed` and `exact` `[H, S, W, G]` float64, written. levels, place: as in `count_pairs`.
+
+    offsets, flat, mass: the gold pairs `i * n + j` of each head, sorted, with the teacher's probability.
+    """
+    heads, n = levels.shape[0], levels.shape[1]
+    count_s, count_w, count_g = gold.shape[1], gold.shape[2], gold.shape[3]
+    for h in prange(heads):
         gold_cells = np.zeros((count_s + 1, count_w + 1, count_g + 1))
         mass_cells = np.zeros((count_s + 1, count_w + 1, count_g + 1))
         worst_of = np.zeros((count_s + 2, count_w, count_g), np.int64)
@@ -72,7 +82,8 @@ def count_levels(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
             worst = np.full((count_w + 1, count_g + 1), -1, np.int64)
             while at < offsets[h + 1] and flat[at] < (i + 1) * n:
                 key = flat[at] - i * n
-                level, window, count = np.int64(levels[h, i, key]), np.int64(near[i, key]), np.int64(globe[i, key])
+                level, cell = np.int64(levels[h, i, key]), np.int64(place[i, key])
+                window, count = cell // (count_g + 1), cell % (count_g + 1)
                 gold_cells[level, window, count] += 1
                 mass_cells[level, window, count] += mass[at]
                 total_gold += 1

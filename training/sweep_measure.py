@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from training.sweep_kernels import count_levels, count_planned
+from training.sweep_kernels import count_gold, count_pairs, count_planned
 from training.sweep_sheets import Bytes, Family, LayerWork, Prepared, Sheet
 
 MEASURES = ("sparsity", "recall", "precision", "mass", "exact_rows", "computed_density")
@@ -24,10 +24,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What the unions need of one length: `near` and `globe` of `sweep_kernels`, for rows or for tiles of rows."""
+    """What the unions need of one length: `near` and `place` of `sweep_kernels`, for rows or for tiles of rows."""
 
     near: Bytes
-    globe: Bytes
+    cell: npt.NDArray[np.uint16]
 
 
 def geometry(n: int, windows: Sequence[int], counts: Sequence[int], tile: int) -> Geometry:
@@ -45,7 +45,7 @@ def geometry(n: int, windows: Sequence[int], counts: Sequence[int], tile: int) -
     if tile:
         start = np.arange(0, n, tile)
         near = np.repeat(np.minimum.reduceat(near, start, 0), tile, 0)[:n].copy()
-    return Geometry(near, globe)
+    return Geometry(near, near.astype(np.uint16) * np.uint16(len(counts) + 1) + globe)
 
 
 def measure_family(
@@ -85,14 +85,16 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
     places: dict[int, Geometry] = {}
     head = np.arange(work.heads)[:, None]
     out = [np.zeros(shape) for _ in range(5)]
+    counts, last = np.asarray(family.globals_, np.int64), None
     for b, levels in enumerate(_all_levels(ready, len(work.lengths), ahead)):
         n = work.lengths[b]
         place = places.get(n) or places.setdefault(n, geometry(n, windows, family.globals_, sheet.tile))
         gold = work.gold[b]
-        pairs = (gold.offsets, gold.flat, gold.mass)
-        count_levels(levels, place.near, place.globe, work.data.causal, *pairs, *out[:4])
-        counts = np.asarray(family.globals_, np.int64)
-        count_planned(levels, place.near, counts, family.alone, sheet.tile or TILE, out[4])
+        if levels is not last:  # patterns that look at no token have one matrix for all instances of a length
+            count_pairs(levels, place.cell, work.data.causal, out[0])
+            count_planned(levels, place.near, counts, family.alone, sheet.tile or TILE, out[4])
+            last = levels
+        count_gold(levels, place.cell, gold.offsets, gold.flat, gold.mass, *out[1:4])
         kept, kept_gold, mass, exact, planned = (x[head, ready.index] for x in out)
         legal, gold_pairs = float(n * n), np.diff(gold.offsets)[:, None, None, None]
         with np.errstate(invalid="ignore", divide="ignore"):
