@@ -64,6 +64,14 @@ def cosines(result: dict[str, Any]) -> str:
     return table(["embeddings", "mean cosine", "least"], rows)
 
 
+def commands(training: dict[str, Any]) -> str:
+    """Every stage of the training, the first one first."""
+    stages = [training]
+    while stages[0]["before"]:
+        stages.insert(0, stages[0]["before"])
+    return "\n".join(f"{n}. `{stage['command']}` ({stage['minutes']:.0f} minutes)" for n, stage in enumerate(stages, 1))
+
+
 def document(result: dict[str, Any], training: dict[str, Any]) -> str:
     plan = served_table(result["served"]["plan"])
     mixed = table(["centroids", "mixed"], [[name, f"{value:.2f}"] for name, value in result["mixed_clusters"].items()])
@@ -77,8 +85,9 @@ Written by `python -m benchmarks.write_results` from a run of `benchmarks.qualit
 
 {teacher_table(training)}
 
-Command: `{training["command"]}` ({training["minutes"]:.0f} minutes). Why the cosine stays below .95 is in
-[decisions](decisions.md).
+{commands(training)}
+
+What else was tried is in [decisions](decisions.md).
 
 ## Recall at equal sparsity
 

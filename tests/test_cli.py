@@ -84,6 +84,30 @@ def test_the_same_seed_gives_the_same_hash_and_another_seed_another(done, teache
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+def test_any_pattern_written_as_text_can_be_evaluated(done, tmp_path):
+    """A text that says what the artifact serves gives the served figures; another one gives its own definition's."""
+    out, _ = done
+    place = ["--artifact", out / "artifact", "--data", out / "shards"]
+
+    def figures(*more):
+        result = invoke("evaluate", *place, "--json", tmp_path / "f.json", *more)
+        assert result.exit_code == 0, result.output
+        return json.loads((tmp_path / "f.json").read_text())
+
+    served = figures()["plan"]["overall"]
+    again = figures("--pattern", "tiles | window(3) | global(1)")["plan"]["overall"]
+    assert again == pytest.approx(served, abs=1e-12)
+    both = figures("--pattern", "window(1) | clusters8(top=8)", "--maps", "hinge-r2")
+    assert both["pattern"]["overall"]["recall"] == 1.0
+    assert both["pattern"]["overall"]["sparsity"] == 0.0
+    few = figures("--pattern", "budget(density=0.25)", "--maps", "bilinear-r2")
+    assert few["pattern"]["overall"]["sparsity"] == pytest.approx(0.75)
+    assert few["plan"]["overall"]["recall"] >= few["pattern"]["overall"]["recall"]
+    assert "expected one of" in error_of(invoke("evaluate", *place, "--pattern", "window(1)", "--maps", "other"))
+    assert "pattern" in error_of(invoke("evaluate", *place, "--pattern", "import os"))
+    assert "clusters8" in error_of(invoke("evaluate", *place, "--pattern", "clusters9(top=1)", "--maps", "hinge-r2"))
+
+
 @pytest.mark.parametrize(
     ("objective", "predictor", "kind"),
     [("hinge", "clusters", Clusters), ("logistic", "distance", Distance), ("hinge", "budget", RowBudget),

@@ -174,15 +174,25 @@ def run(
 def evaluate(
     artifact: Annotated[Path, Option(help="Artifact to measure.")],
     data: Annotated[Path, Option(help="Folder that `extract` wrote.")] = Path("runs/shards"),
+    pattern: Annotated[
+        str, Option(help='Measure this pattern instead, such as "window(5) | global(1) | clusters16(top=2)".')
+    ] = "",
+    maps: Annotated[str, Option(help="The artifact's maps that predictors in the pattern use, such as hinge-r8.")] = "",
     json_file: Annotated[Path | None, Option("--json", help="File for the figures of every layer and head.")] = None,
 ) -> None:
-    """Measure an artifact's served predictors on the held-out shards."""
+    """Measure an artifact's served predictors, or any pattern, on the held-out shards."""
     import json
 
+    from training.pattern_text import evaluate_pattern
     from training.pipeline import evaluate_artifact
 
     with progress() as on_progress:
-        reports = evaluate_artifact(artifact, data, on_progress)
+        if pattern:
+            reports = evaluate_pattern(
+                artifact, data, pattern, maps, lambda done, total: on_progress("measure", done, total)
+            )
+        else:
+            reports = evaluate_artifact(artifact, data, on_progress)
     _show(reports)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)

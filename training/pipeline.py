@@ -147,17 +147,23 @@ def evaluate_artifact(path: Path, shards: Path, on_progress: OnProgress) -> dict
         ArtifactError, DataError: what is missing, or of another teacher.
     """
     artifact = load(path)
-    manifest = read_manifest(shards / "heldout")
-    if manifest["teacher_fingerprint"] != artifact.card.teacher_fingerprint:
-        raise DataError(f"{shards}: expected shards of the artifact's teacher, got those of another model")
-    if manifest["delta"] != delta_hash(artifact):
-        raise DataError(f"{shards}: expected shards extracted with this artifact's teacher delta, got those of another")
+    check_shards(artifact, shards)
     positional = window(artifact.card.window_size) | GlobalTokens(artifact.card.global_tokens)
     names: list[SetName] = ["plan", "pattern"] if has_pattern(artifact.layers) else ["plan"]
     size, step = artifact.card.tile_size, _step(on_progress, "evaluate")
     return {
         name: evaluate(shards / "heldout", artifact.layers, positional, size, name, on_layer=step) for name in names
     }  # fmt: skip
+
+
+def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
+    """The manifest of held-out shards, which must come from the artifact's teacher. DataError where they do not."""
+    manifest = read_manifest(shards / "heldout")
+    if manifest["teacher_fingerprint"] != artifact.card.teacher_fingerprint:
+        raise DataError(f"{shards}: expected shards of the artifact's teacher, got those of another model")
+    if manifest["delta"] != delta_hash(artifact):
+        raise DataError(f"{shards}: expected shards extracted with this artifact's teacher delta, got those of another")
+    return manifest
 
 
 def run(config: RunConfig, out: Path, on_progress: OnProgress) -> tuple[Card, dict[SetName, Report]]:
