@@ -123,3 +123,11 @@ def test_typical_tokens_and_entropy():
     assert found.tolist() == pytest.approx([1.0, 0.0])
     heads = choose_heads(np.array([[0.1, 0.9], [0.8, 0.7], [0.95, 0.2]]), 3)
     assert heads == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_the_longest_sentence_that_can_be_drawn():
+    pieces = ["[CLS]", "a", ".", "b", "c", "d", ".", *["e"] * 40, "."]
+    special = [piece == "[CLS]" for piece in pieces]
+    assert report.sentence_span(pieces, special) == (3, 7)
+    assert report.sentence_span(["x"] * 50, [False] * 50) == (0, report.SENTENCE)
+    assert report.sentence_span(["x"] * 5, [False] * 5) == (0, 5)

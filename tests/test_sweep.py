@@ -168,7 +168,7 @@ def test_counting_by_loops():
     place = geometry(n, windows, globals_, 0)
     out = [np.zeros((heads, settings, len(windows), len(globals_))) for _ in range(5)]
     kernels.count_pairs(levels, place.cell, False, out[0])
-    kernels.count_gold(levels, place.cell, offsets, flat, mass, *out[1:4])
+    kernels.count_gold(levels, place.near, place.globe, offsets, flat, mass, *out[1:4])
     kernels.count_planned(levels, place.near, np.asarray(globals_, np.int64), 0, tile, out[4])
     far = np.abs(np.arange(n)[:, None] - np.arange(n))
     first = np.minimum(np.arange(n)[:, None], np.arange(n))

@@ -3,7 +3,8 @@
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,7 +86,8 @@ def restored(kind: type[Config], plain: dict[str, Any]) -> Config:
     names = {field.name for field in fields(kind)}
     if names != set(plain):
         raise ConfigError("report: expected the sweep of this version of the package")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+    settings: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
+    return kind(**settings)
 
 
 def recall_rows(result: dict[str, Any], only: Callable[[Point], bool] = lambda _: True) -> list[list[str]]:
@@ -151,12 +153,15 @@ def _heads(result: dict[str, Any], ready: "Measured", instance: int) -> "Heads":
     top = max(1, buckets // 4)
     clusters = draw.clusters_of(families[cluster_key], works, buckets)
     used = [draw.usage(c, w) for c, w in zip(clusters, works, strict=True)]
-    layer, head = chosen[-1]
-    first = _sentence(pieces[b])
-    sentence = draw.head_map(
-        families[cluster_key], _at(clustered), works[layer], b, head, pieces[b], 0, label(clustered)
-    )
-    cut = draw.replace(sentence, tokens=sentence.tokens[:first], cells=sentence.cells[:first, :first])
+    start, end = sentence_span(pieces[b], special[b])
+    cluster_family, point = families[cluster_key], _at(clustered)
+    sentences = [
+        draw.head_map(cluster_family, point, works[layer], b, head, pieces[b], start, label(clustered))
+        for layer, head in chosen
+    ]
+    best_map = max(sentences, key=lambda m: int(np.isin(m.cells[: end - start, : end - start], draw.GOLD).sum()))
+    span = slice(0, end - start)
+    cut = replace(best_map, tokens=best_map.tokens[span], cells=best_map.cells[span, span])
     return Heads(
         maps,
         cut,
@@ -196,7 +201,8 @@ def _at(result: dict[str, Any]) -> Point:
     return point
 
 
-def _sentence(pieces: Sequence[str]) -> int:
-    """Tokens of the first sentence."""
-    ends = [at + 1 for at, piece in enumerate(pieces) if piece == "." and at > 5]
-    return min(ends[0] if ends else SENTENCE, SENTENCE)
+def sentence_span(pieces: Sequence[str], special: Sequence[bool]) -> tuple[int, int]:
+    """The longest sentence of at most `SENTENCE` tokens, without special tokens; the first tokens where there is none."""
+    ends = [0, *(at + 1 for at, piece in enumerate(pieces) if piece in (".", "!", "?") or special[at]), len(pieces)]
+    spans = [(low, high) for low, high in pairwise(ends) if high - low <= SENTENCE and not any(special[low:high])]
+    return max(spans, key=lambda span: span[1] - span[0], default=(0, min(SENTENCE, len(pieces))))

@@ -23,6 +23,7 @@ INSTANCES = 24  # of the held-out ones, for clusters and histograms
 SPAN = 36  # tokens on the axes of a map
 FAR = 8  # tokens: beyond any usual window
 OTHER, HIT, MISSED, SPARE = 0, 1, 2, 3
+GOLD = (HIT, MISSED)
 DISTANCES = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # lower ends of the histogram's bins of |i − j|
 
 Matrix = npt.NDArray[np.int64]
@@ -106,9 +107,9 @@ def head_map(
         pattern = predictor.pattern(q, k, legal) | positional
         kept = materialize(pattern, legal, 0, head, context_of(legal, work.layer)).numpy()
     n, gold_of = work.lengths[b], work.gold[b]
-    gold = np.zeros(n * n, bool)
-    gold[gold_of.flat[gold_of.offsets[head] : gold_of.offsets[head + 1]]] = True
-    gold = gold.reshape(n, n)
+    flat = np.zeros(n * n, bool)
+    flat[gold_of.flat[gold_of.offsets[head] : gold_of.offsets[head + 1]]] = True
+    gold = flat.reshape(n, n)
     cells = np.where(gold & kept, HIT, np.where(gold, MISSED, np.where(kept, SPARE, OTHER)))
     span = slice(start, min(start + SPAN, n))
     recall = float((gold & kept).sum() / max(gold.sum(), 1))
@@ -139,7 +140,8 @@ def entropies(counts: Matrix) -> npt.NDArray[np.float64]:
     share = counts / counts.sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(share > 0, -share * np.log(share), 0.0)
-    return terms.sum(-1) / np.log(counts.shape[-1])  # type: ignore[no-any-return]
+    found: npt.NDArray[np.float64] = terms.sum(-1) / np.log(counts.shape[-1])
+    return found
 
 
 def shared_histogram(clusters: Clusters, works: Sequence[LayerWork], top: int) -> npt.NDArray[np.float64]:
@@ -160,7 +162,8 @@ def shared_histogram(clusters: Clusters, works: Sequence[LayerWork], top: int) -
         hit = np.bincount(cell.reshape(work.heads, -1)[owner, gold.flat], minlength=table[0].size)
         table[0] += hit.reshape(table[0].shape)
         table[1] += (whole - hit).reshape(table[1].shape)
-    return table / np.maximum(table.sum((1, 2), keepdims=True), 1)
+    found: npt.NDArray[np.float64] = table / np.maximum(table.sum((1, 2), keepdims=True), 1)
+    return found
 
 
 def cluster_view(

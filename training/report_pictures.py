@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 from matplotlib.colors import ListedColormap
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from training.report_heads import DISTANCES, HIT, MISSED, SPARE, ClusterView, HeadMap
@@ -64,7 +65,7 @@ def draw_bipartite(shown: HeadMap, path: Path) -> None:
     ax.text(1.02, -1.3, "keys", ha="left", fontsize=10, style="italic")
     ax.set(xlim=(-0.22, 1.22), ylim=(count - 0.3, -1.8), title=map_title(shown))
     ax.axis("off")
-    handles = [plt.Line2D([], [], color=_edge_colour(kind), label=name) for kind, name in CELL_NAMES.items()]
+    handles = [Line2D([], [], color=_edge_colour(kind), label=name) for kind, name in CELL_NAMES.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     _save(figure, path)
 
@@ -110,6 +111,7 @@ def distance_names() -> list[str]:
 def draw_entropies(queries: Numbers, keys: Numbers, buckets: int, path: Path) -> None:
     """Entropy of cluster usage of every head, queries and keys apart."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained", sharey=True)
+    image = None
     for ax, table, name in zip(axes, (queries, keys), ("queries", "keys"), strict=True):
         image = ax.imshow(table, cmap="viridis", vmin=0, vmax=1, aspect="auto")
         for (layer, head), x in np.ndenumerate(table):
@@ -118,7 +120,8 @@ def draw_entropies(queries: Numbers, keys: Numbers, buckets: int, path: Path) ->
             )
         ax.set(xlabel="head", title=name, xticks=range(table.shape[1]), yticks=range(table.shape[0]))
     axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=axes, label="entropy of usage / maximum (1 = all alike)")
+    if image is not None:
+        figure.colorbar(image, ax=axes, label="entropy of usage / maximum (1 = all alike)")
     figure.suptitle(f"Usage of {buckets} clusters")
     _save(figure, path)
 

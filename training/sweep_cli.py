@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -39,8 +39,8 @@ def sweep_command(
     if config not in SWEEPS:
         raise ConfigError(f"config: expected one of {', '.join(SWEEPS)}, got {config!r}")
     grid = quick_form(SWEEPS[config]()) if quick else SWEEPS[config]()
-    asked = {"tokens": tokens, "instances": instances, "quality_points": quality_points}
-    grid = replace(grid, seed=seed, **{name: value for name, value in asked.items() if value is not None})
+    asked: dict[str, Any] = {"tokens": tokens, "instances": instances, "quality_points": quality_points}
+    grid = replace(grid, **{name: value for name, value in asked.items() if value is not None}, seed=seed)
     base = starting_artifact(teacher, artifact)
     if not base:
         raise ConfigError("artifact: expected an artifact with maps of this teacher (pass it as --artifact)")

@@ -42,20 +42,21 @@ def count_pairs(levels, place, causal, kept):  # type: ignore[no-untyped-def]
     """
     heads, n = levels.shape[0], levels.shape[1]
     count_s, count_w, count_g = kept.shape[1], kept.shape[2], kept.shape[3]
-    wide = (count_w + 1) * (count_g + 1)
+    wide = np.uint64((count_w + 1) * (count_g + 1))
     for h in prange(heads):
-        # Four histograms in turn: most pairs fall into one cell, and each increment waits for the one before.
-        numbers = np.zeros((4, (count_s + 1) * wide), np.int32)
+        # Two histograms in turn: most pairs fall into one cell, and each increment waits for the one before. Indices
+        # are unsigned, or numba would look for negative ones.
+        even = np.zeros((count_s + 1) * (count_w + 1) * (count_g + 1), np.int32)
+        odd = np.zeros_like(even)
         for i in range(n):
             last = i + 1 if causal else n
-            for j in range(last):
-                numbers[j & 3, np.int64(levels[h, i, j]) * wide + np.int64(place[i, j])] += 1
-        cells = np.zeros((count_s + 1, count_w + 1, count_g + 1))
-        for a in range(count_s + 1):
-            for b in range(count_w + 1):
-                for c in range(count_g + 1):
-                    at = a * wide + b * (count_g + 1) + c
-                    cells[a, b, c] = numbers[0, at] + numbers[1, at] + numbers[2, at] + numbers[3, at]
+            row, where = levels[h, i], place[i]
+            for j in range(last // 2):
+                even[np.uint64(row[2 * j]) * wide + np.uint64(where[2 * j])] += 1
+                odd[np.uint64(row[2 * j + 1]) * wide + np.uint64(where[2 * j + 1])] += 1
+            if last % 2:
+                even[np.uint64(row[last - 1]) * wide + np.uint64(where[last - 1])] += 1
+        cells = (even + odd).astype(np.float64).reshape(count_s + 1, count_w + 1, count_g + 1)
         sum_of_larger(cells, kept[h])
         total = n * (n + 1) // 2 if causal else n * n
         kept[h] = total - kept[h]
@@ -63,10 +64,10 @@ def count_pairs(levels, place, causal, kept):  # type: ignore[no-untyped-def]
 
 @parallel_kernel
 def count_gold(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
-    levels, place, offsets, flat, mass, gold, massed, exact
+    levels, near, globe, offsets, flat, mass, gold, massed, exact
 ):
     """Of the gold pairs: how many are kept, the probability on them, and the rows of which all are kept; `gold`,
-    `massed` and `exact` `[H, S, W, G]` float64, written. levels, place: as in `count_pairs`.
+    `massed` and `exact` `[H, S, W, G]` float64, written. levels, near, globe: as in `count_pairs`, uint8.
 
     offsets, flat, mass: the gold pairs `i * n + j` of each head, sorted, with the teacher's probability.
     """
@@ -77,18 +78,18 @@ def count_gold(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
         mass_cells = np.zeros((count_s + 1, count_w + 1, count_g + 1))
         worst_of = np.zeros((count_s + 2, count_w, count_g), np.int64)
         total_gold, total_mass = 0.0, 0.0
-        at = offsets[h]
+        at, end = offsets[h], offsets[h + 1]
+        worst = np.empty((count_w + 1, count_g + 1), np.int64)
         for i in range(n):
-            worst = np.full((count_w + 1, count_g + 1), -1, np.int64)
-            while at < offsets[h + 1] and flat[at] < (i + 1) * n:
-                key = flat[at] - i * n
-                level, cell = np.int64(levels[h, i, key]), np.int64(place[i, key])
-                window, count = cell // (count_g + 1), cell % (count_g + 1)
+            worst[:] = -1
+            while at < end and flat[at] < (i + 1) * n:
+                key = np.uint64(flat[at] - i * n)
+                level, window, count = np.uint64(levels[h, i, key]), np.uint64(near[i, key]), np.uint64(globe[i, key])
                 gold_cells[level, window, count] += 1
                 mass_cells[level, window, count] += mass[at]
                 total_gold += 1
                 total_mass += mass[at]
-                worst[window, count] = max(worst[window, count], level)
+                worst[window, count] = max(worst[window, count], np.int64(level))
                 at += 1
             for b in range(count_w - 1, -1, -1):
                 for c in range(count_g + 1):

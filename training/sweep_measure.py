@@ -24,9 +24,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What the unions need of one length: `near` and `place` of `sweep_kernels`, for rows or for tiles of rows."""
+    """What the unions need of one length: `near`, `globe` and (cell) `place` of `sweep_kernels`, for rows or tiles."""
 
     near: Bytes
+    globe: Bytes
     cell: npt.NDArray[np.uint16]
 
 
@@ -45,7 +46,7 @@ def geometry(n: int, windows: Sequence[int], counts: Sequence[int], tile: int) -
     if tile:
         start = np.arange(0, n, tile)
         near = np.repeat(np.minimum.reduceat(near, start, 0), tile, 0)[:n].copy()
-    return Geometry(near, near.astype(np.uint16) * np.uint16(len(counts) + 1) + globe)
+    return Geometry(near, globe, near.astype(np.uint16) * np.uint16(len(counts) + 1) + globe)
 
 
 def measure_family(
@@ -94,7 +95,7 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
             count_pairs(levels, place.cell, work.data.causal, out[0])
             count_planned(levels, place.near, counts, family.alone, sheet.tile or TILE, out[4])
             last = levels
-        count_gold(levels, place.cell, gold.offsets, gold.flat, gold.mass, *out[1:4])
+        count_gold(levels, place.near, place.globe, gold.offsets, gold.flat, gold.mass, *out[1:4])
         kept, kept_gold, mass, exact, planned = (x[head, ready.index] for x in out)
         legal, gold_pairs = float(n * n), np.diff(gold.offsets)[:, None, None, None]
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -262,7 +262,7 @@ def _quantiles(work: LayerWork, scores: ScoresOf, densities: Sequence[float]) ->
 
 
 def _same_for_all(
-    work: LayerWork, count: int, levels: Callable[[int], Bytes], predictor: Callable[[int], Choosing]
+    work: LayerWork, count: int, levels: Callable[[int], Bytes], predictor: Callable[[int], Choosing | Tiles]
 ) -> Prepared:
     """Settings that mean the same level for every head."""
     return Prepared(count, np.tile(np.arange(count), (work.heads, 1)), levels, predictor)

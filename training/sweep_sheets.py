@@ -17,6 +17,7 @@ from sparsefinder.patterns.algebra import Pattern, context_of, materialize, unio
 from sparsefinder.patterns.content import BucketsMeet, InEdges, pack_bits
 from sparsefinder.patterns.legal import Legal, legal_full
 from sparsefinder.patterns.positional import Nothing
+from sparsefinder.predictors import Tiles
 from sparsefinder.predictors.projections import expand_heads
 from training.extract import LayerData
 from training.sweep_kernels import level_bits
@@ -79,7 +80,7 @@ class Prepared:
     count: int
     index: Int64[np.ndarray, "H P"]
     levels: Callable[[int], Bytes]
-    predictor: Callable[[int], Choosing]
+    predictor: Callable[[int], Choosing | Tiles]
 
 
 @dataclass(frozen=True, eq=False)
