@@ -64,8 +64,9 @@ def test_the_table_holds_every_family(drawn):
 
 
 @pytest.mark.slow
-def test_findings_follow_the_figures(drawn):
+def test_findings_follow_the_figures(drawn, monkeypatch):
     findings = pytest.importorskip("benchmarks.write_findings")
+    monkeypatch.setattr(findings, "PAPER_RANK", 3)  # of the maps here
     result = read_sweep(drawn / "sweep")
     written = findings.document(result)
     for title in findings.SECTIONS:

@@ -203,6 +203,7 @@ def _at(result: dict[str, Any]) -> Point:
 
 def sentence_span(pieces: Sequence[str], special: Sequence[bool]) -> tuple[int, int]:
     """The longest sentence of at most `SENTENCE` tokens, none of them special; the first tokens where there is none."""
-    ends = [0, *(at + 1 for at, piece in enumerate(pieces) if piece in (".", "!", "?") or special[at]), len(pieces)]
-    spans = [(low, high) for low, high in pairwise(ends) if high - low <= SENTENCE and not any(special[low:high])]
+    ends = {0, len(pieces)} | {at + 1 for at, piece in enumerate(pieces) if piece in (".", "!", "?")}
+    ends |= {edge for at, hidden in enumerate(special) if hidden for edge in (at, at + 1)}
+    spans = [(low, high) for low, high in pairwise(sorted(ends)) if high - low <= SENTENCE and not special[low]]
     return max(spans, key=lambda span: span[1] - span[0], default=(0, min(SENTENCE, len(pieces))))
