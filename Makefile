@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# Two processes: the tests are many small ones. On more cores: make test JOBS=8
+JOBS ?= 2
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 # Shapes and types of every call are checked while these tests run; what is slow or passes wrong types is left to `test`.
 CHECKED := --jaxtyping-packages=sparsefinder,training,beartype.beartype -m "not slow"
 
@@ -32,7 +35,7 @@ demo: $(READY)  ## set everything up, then the main job on real text, through th
 	@$(PY) -m app.demo
 
 test: $(READY)  ## every test
-	@$(PY) -m pytest
+	@$(PYTEST)
 
 check: $(READY)  ## linters, types, and the quick tests under the shape checker
 	@$(VENV)/bin/ruff check .
@@ -40,7 +43,7 @@ check: $(READY)  ## linters, types, and the quick tests under the shape checker
 	@$(VENV)/bin/mypy
 	@bash -n .ci/run
 	@$(VENV)/bin/hadolint Dockerfile
-	@$(PY) -m pytest $(CHECKED)
+	@$(PYTEST) $(CHECKED)
 
 serve: $(READY)  ## the service on 127.0.0.1:8000, until Ctrl-C
 	@$(VENV)/bin/sparsefinder-serve --artifacts-root .

@@ -4,7 +4,8 @@ import os
 import random
 from collections.abc import Iterator
 
-THREADS = min(2, os.cpu_count() or 1)
+# Workers share the cores among them; a test run in one process may use two threads.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("NUMBA_NUM_THREADS", str(THREADS))

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ Parameters = Mapping[str, float | int | str]
 SAMPLE_ITEMS, SAMPLE_STEP = 8, 4  # of the instances that settings are chosen on: so many, and every fourth row
 
 
+@runtime_checkable
 class Choosing(Protocol):
     """Anything that says from q and k which pairs are kept: a predictor, or a stand-in for one."""
 
