@@ -66,3 +66,10 @@ def inline_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     plain = inspect.unwrap(function)
     compiled: Callable[..., Any] = numba.njit(fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
     return compiled
+
+
+def exact_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile without fast arithmetic: results are bit for bit those of the same operations in torch."""
+    plain = inspect.unwrap(function)
+    compiled: Callable[..., Any] = numba.njit(cache=_CACHE_FOLDER is not None, nogil=True)(plain)
+    return compiled

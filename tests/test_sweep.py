@@ -17,6 +17,7 @@ from sparsefinder.artifact import load, save
 from sparsefinder.hf import attach
 from sparsefinder.metrics import counts, summarize
 from sparsefinder.patterns.algebra import context_of
+from sparsefinder.patterns.content import pair_scores
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.plan import build_plan
 from sparsefinder.predictors import Tiles, random_projections
@@ -202,6 +203,17 @@ def test_levels_by_loops():
     ranks = [np.argsort(rng.random((2, 5, 7)), 1).astype(np.uint8) for _ in range(2)]
     kernels.level_meetings(*ranks, out)
     assert (out == np.maximum(ranks[0][..., None], ranks[1][:, :, None]).min(1)).all()
+    nearness = rng.integers(0, 4, (2, 7, 5)).astype(np.float32)  # with ties
+    order = np.argsort(np.argsort(nearness, -1, kind="stable"), -1, kind="stable")
+    found = np.empty((2, 5, 7), np.uint8)
+    kernels.rank_groups(nearness, found)
+    assert (found == order.transpose(0, 2, 1)).all()
+    points = [rng.random((2, 7, 3)).astype(np.float32) for _ in range(2)]
+    distances = np.empty((2, 7, 7), np.float32)
+    kernels.squared_distances(points[0], np.ascontiguousarray(points[1].transpose(0, 2, 1)), distances)
+    tensors = [torch.from_numpy(x) for x in points]
+    expected = pair_scores(tensors[0][:, :, None], tensors[1][:, None], "euclidean")
+    assert torch.equal(-torch.from_numpy(distances), expected)  # bit for bit
     words = [rng.integers(-4, 4, (2, 7, 2)) for _ in range(2)]
     kernels.level_bits(*words, out)
     assert (out == 1 - ((words[0][:, :, None] & words[1][:, None]) != 0).any(-1)).all()

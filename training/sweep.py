@@ -17,9 +17,9 @@ import torch
 from sparsefinder.artifact import load
 from sparsefinder.errors import ConfigError, DataError
 from training.config import ExtractConfig, SweepConfig, as_dict
-from training.corpus import chunk_tokens
+from training.corpus import chunk_tokens, default_texts, read_texts, split_texts
 from training.extract import LayerData, read_layer, read_manifest
-from training.pipeline import Opened, extract_splits, open_teacher, spread, texts_of
+from training.pipeline import Opened, extract_splits, open_teacher, spread
 from training.sweep_families import FAMILIES, all_families
 from training.sweep_files import SWEEP, claim, read_json, write_json
 from training.sweep_fronts import thinned
@@ -82,17 +82,18 @@ def open_sweep(config: SweepConfig, source: ExtractConfig, out: Path, on_progres
     artifact = load(source.artifact)
     claim(out, {"sweep": as_dict(config), "source": as_dict(source), "artifact": artifact.card.hash})
     opened = open_teacher(source)
-    shards = out / "shards"
-    extract_splits(source, opened, shards, on_progress)
-    chunks = spread(
-        chunk_tokens(opened.teacher, texts_of(source)["heldout"], source.tokens), source.heldout_instances, source.seed
-    )
+    shards, known = out / "shards", out / "chunks.json"
+    if not known.is_file():  # else everything is extracted, and reading the text again takes longer than a report
+        extract_splits(source, opened, shards, on_progress)
+        texts = split_texts(read_texts(source.text))[1] if source.text else default_texts("heldout")
+        chunks = chunk_tokens(opened.teacher, texts, source.tokens)
+        write_json(known, spread(chunks, source.heldout_instances, source.seed))
 
     @functools.cache
     def train(layer: int) -> LayerData:
         return read_layer(shards / "train", layer)
 
-    return Measured(opened, Setup(artifact, config, train), shards, chunks)
+    return Measured(opened, Setup(artifact, config, train), shards, read_json(known))
 
 
 def _works(ready: Measured, on_progress: OnProgress) -> list[LayerWork]:

@@ -4,12 +4,13 @@ A nested family of patterns is a matrix of *levels*: setting `s` keeps the pairs
 gives the first window of the grid that holds it, `near`, and its place the first number of global tokens, `globe`.
 One joint histogram over (level, near, globe) of the legal pairs, the gold pairs and the teacher's mass then holds the
 counts of all unions at once: the union of setting (s, w, g) drops what lies above all three.
+
+The kernels run on one thread and hold no lock, so that one instance is counted while the next one's levels are made.
 """
 
 import numpy as np
-from numba import prange
 
-from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
+from sparsefinder.numba_kernels import exact_kernel, inline_kernel
 
 
 @inline_kernel
@@ -33,7 +34,7 @@ def sum_of_larger(cells, out):  # type: ignore[no-untyped-def]
                 out[s, w, g] = cells[s + 1, w + 1, g + 1]
 
 
-@parallel_kernel
+@inline_kernel
 def count_pairs(levels, place, causal, kept):  # type: ignore[no-untyped-def]
     """Pairs that every setting keeps, of every head of one instance: `kept [H, S, W, G]` float64, written.
 
@@ -43,7 +44,7 @@ def count_pairs(levels, place, causal, kept):  # type: ignore[no-untyped-def]
     heads, n = levels.shape[0], levels.shape[1]
     count_s, count_w, count_g = kept.shape[1], kept.shape[2], kept.shape[3]
     wide = np.uint64((count_w + 1) * (count_g + 1))
-    for h in prange(heads):
+    for h in range(heads):
         # Two histograms in turn: most pairs fall into one cell, and each increment waits for the one before. Indices
         # are unsigned, or numba would look for negative ones.
         even = np.zeros((count_s + 1) * (count_w + 1) * (count_g + 1), np.int32)
@@ -62,7 +63,7 @@ def count_pairs(levels, place, causal, kept):  # type: ignore[no-untyped-def]
         kept[h] = total - kept[h]
 
 
-@parallel_kernel
+@inline_kernel
 def count_gold(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
     levels, near, globe, offsets, flat, mass, gold, massed, exact
 ):
@@ -73,7 +74,7 @@ def count_gold(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
     """
     heads, n = levels.shape[0], levels.shape[1]
     count_s, count_w, count_g = gold.shape[1], gold.shape[2], gold.shape[3]
-    for h in prange(heads):
+    for h in range(heads):
         gold_cells = np.zeros((count_s + 1, count_w + 1, count_g + 1))
         mass_cells = np.zeros((count_s + 1, count_w + 1, count_g + 1))
         worst_of = np.zeros((count_s + 2, count_w, count_g), np.int64)
@@ -112,7 +113,7 @@ def count_gold(  # type: ignore[no-untyped-def]  # noqa: C901 (a kernel)
                     exact[h, s, w, g] = rows
 
 
-@parallel_kernel
+@inline_kernel
 def count_planned(levels, near, counts, alone, tile, planned):  # type: ignore[no-untyped-def]
     """Pairs that a plan with tiles of `tile` rows computes, `planned [H, S, W, G]` float64, written.
 
@@ -121,7 +122,7 @@ def count_planned(levels, near, counts, alone, tile, planned):  # type: ignore[n
     """
     heads, n = levels.shape[0], levels.shape[1]
     count_s, count_w, count_g = planned.shape[1], planned.shape[2], planned.shape[3]
-    for h in prange(heads):
+    for h in range(heads):
         least, nearest = np.empty(n, np.uint8), np.empty(n, np.uint8)
         for g in range(count_g):
             cells = np.zeros((count_s + 1, count_w + 1, 2))
@@ -149,11 +150,45 @@ def count_planned(levels, near, counts, alone, tile, planned):  # type: ignore[n
                     planned[h, s, w, g] = n * n - out[s, w, 0]
 
 
-@parallel_kernel
+@exact_kernel
+def squared_distances(queries, keys, out):  # type: ignore[no-untyped-def]
+    """`out[h, i, j]` = minus the squared distance of `queries[h, i]` and `keys[h, :, j]`, summed over the rank in order
+    (as `sparsefinder.patterns.content.pair_scores` does); float32."""
+    heads, n, rank = queries.shape
+    m = keys.shape[2]
+    for h in range(heads):
+        for i in range(n):
+            total = np.zeros(m, np.float32)
+            for a in range(rank):
+                query, key = queries[h, i, a], keys[h, a]
+                for j in range(m):
+                    difference = query - key[j]
+                    total[j] += difference * difference
+            out[h, i, :] = -total
+
+
+@inline_kernel
+def rank_groups(distances, ranks):  # type: ignore[no-untyped-def]
+    """`ranks[h, c, i]` = how many groups are nearer to token i than group c, of equally near ones those before it.
+
+    distances `[H, n, B]`, ranks `[H, B, n]` uint8, written.
+    """
+    heads, n, groups = distances.shape
+    for h in range(heads):
+        for i in range(n):
+            row = distances[h, i]
+            for c in range(groups):
+                own, before = row[c], 0
+                for other in range(groups):
+                    before += (row[other] < own) | ((row[other] == own) & (other < c))
+                ranks[h, c, i] = before
+
+
+@inline_kernel
 def level_scores(scores, edges, levels):  # type: ignore[no-untyped-def]
     """`levels[h, i, j]` = number of `edges[h]` above the score: setting s keeps scores `≥ edges[h, s]` (descending)."""
     heads, n, m = scores.shape
-    for h in prange(heads):
+    for h in range(heads):
         for i in range(n):
             row = np.zeros(m, np.uint8)
             for e in range(edges.shape[1]):
@@ -163,11 +198,11 @@ def level_scores(scores, edges, levels):  # type: ignore[no-untyped-def]
             levels[h, i, :] = row
 
 
-@parallel_kernel
+@inline_kernel
 def level_rows(scores, edges, levels):  # type: ignore[no-untyped-def]
     """`level_scores` with edges of their own for every row, `[H, n, S]`."""
     heads, n, m = scores.shape
-    for h in prange(heads):
+    for h in range(heads):
         for i in range(n):
             row = np.zeros(m, np.uint8)
             for e in range(edges.shape[2]):
@@ -177,14 +212,14 @@ def level_rows(scores, edges, levels):  # type: ignore[no-untyped-def]
             levels[h, i, :] = row
 
 
-@parallel_kernel
+@inline_kernel
 def level_meetings(query_ranks, key_ranks, levels):  # type: ignore[no-untyped-def]
     """`levels[h, i, j]` = the least, over the groups c, of the larger of the two tokens' ranks for c (0 = nearest).
 
     query_ranks, key_ranks `[H, B, n]` uint8. Setting s keeps pairs that share one of their s + 1 nearest groups.
     """
     heads, groups, n = query_ranks.shape
-    for h in prange(heads):
+    for h in range(heads):
         for i in range(n):
             row = np.full(n, 255, np.uint8)
             for c in range(groups):
@@ -194,11 +229,11 @@ def level_meetings(query_ranks, key_ranks, levels):  # type: ignore[no-untyped-d
             levels[h, i, :] = row
 
 
-@parallel_kernel
+@inline_kernel
 def level_bits(query_words, key_words, levels):  # type: ignore[no-untyped-def]
     """0 where the two sets (int64 words, `[H, n, words]`) meet, else 1."""
     heads, n, words = query_words.shape
-    for h in prange(heads):
+    for h in range(heads):
         for i in range(n):
             for j in range(n):
                 met = np.int64(0)

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -59,14 +58,9 @@ def measure_family(
     made while those before are counted; the figures do not depend on it.
     """
     points: list[dict[str, Any]] = []
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)  # the other core makes the next instance's levels meanwhile
-    try:
-        for sheet in family.sheets:
-            tables = [_measure_sheet(sheet, family, work, windows, threads > 1) for work in works]
-            points += _points(sheet, family, windows, np.stack(tables, 2))  # half, measure, layer, P, W, G
-    finally:
-        numba.set_num_threads(before)
+    for sheet in family.sheets:
+        tables = [_measure_sheet(sheet, family, work, windows, threads > 1) for work in works]
+        points += _points(sheet, family, windows, np.stack(tables, 2))  # half, measure, layer, P, W, G
     return {
         "family": family.name,
         "objective": family.objective,

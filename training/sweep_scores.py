@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sparsefinder.entmax import threshold as entmax_threshold
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.content import Listed, pair_scores
+from sparsefinder.patterns.content import Listed
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.predictors import Clusters, Distance, Projections, RowBudget, Score, Tiles
 from sparsefinder.predictors.projections import Form, expand_heads, project_item
 from sparsefinder.predictors.tiles import normalized_scores
-from training.sweep_kernels import level_meetings, level_rows, level_scores
+from training.sweep_kernels import level_meetings, level_rows, level_scores, rank_groups, squared_distances
 from training.sweep_sheets import SAMPLE_STEP, Bytes, Choosing, LayerWork, Prepared, Sheet
 
 Scores = npt.NDArray[np.float32]
@@ -34,7 +34,9 @@ def pair_scores_of(maps: Projections) -> Callable[[LayerWork, int], Scores]:
         item = project_item(maps, q, k, legal, 0)
         if maps.form == "bilinear":
             return (item.q @ item.k.transpose(-1, -2)).contiguous().numpy()
-        return pair_scores(item.q[:, :, None], item.k[:, None], "euclidean").neg_().numpy()
+        found = np.empty((item.q.shape[0], item.q.shape[1], item.k.shape[1]), np.float32)
+        squared_distances(_array(item.q), _array(item.k.transpose(1, 2)), found)
+        return found
 
     return scores
 
@@ -204,8 +206,14 @@ def _ranks(clusters: Clusters, x: Float[Tensor, "H n r"]) -> Bytes:
     total = torch.zeros(*x.shape[:2], clusters.centroids.shape[1])
     for dim in range(x.shape[2]):
         total += (x[..., dim, None] - clusters.centroids[:, None, :, dim]).square()
-    ranks = total.argsort(dim=-1, stable=True).argsort(-1).to(torch.uint8)
-    return ranks.transpose(1, 2).contiguous().numpy()
+    ranks = np.empty((total.shape[0], total.shape[2], total.shape[1]), np.uint8)
+    rank_groups(total.numpy(), ranks)
+    return ranks
+
+
+def _array(x: Tensor) -> npt.NDArray[np.float32]:
+    """Contiguous, so that numba compiles once."""
+    return np.ascontiguousarray(x.numpy())
 
 
 @dataclass(frozen=True, eq=False)

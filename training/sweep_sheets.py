@@ -117,7 +117,7 @@ class Family:
 def gold_of(data: LayerData, b: int, n: int) -> Gold:
     """Support and probabilities of the teacher's entmax, as `sparsefinder.metrics` computes them."""
     keys = expand_heads(data.k[b : b + 1], data.q.shape[1])[0]
-    visible = torch.ones(n, n, dtype=torch.bool).tril() if data.causal else torch.ones(n, n, dtype=torch.bool)
+    visible = torch.ones(n, n, dtype=torch.bool).tril() if data.causal else None
     flats, masses, counts = [], [], [0]
     for h in range(data.q.shape[1]):
         scores = (data.q[b, h, :n] * data.scale[h]) @ keys[h, :n].T
