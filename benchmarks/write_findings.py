@@ -1,11 +1,12 @@
 """Turns a sweep into docs/findings.md: which findings of the paper hold here, and how far one gets beyond it.
 
-    sparsefinder-train sweep --config paper-mlm
-    python -m benchmarks.write_findings runs/sweep/sweep.json
+    sparsefinder-train sweep --config paper-mlm && sparsefinder-train report
+    python -m benchmarks.write_findings runs/sweep/sweep.json runs/report
 
-Every verdict is computed from the figures of the sweep, none is written by hand.
+Every verdict is computed from the figures of the sweep, none is written by hand; two pictures come from the report.
 """
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MARGIN = 0.02  # of recall: less than this is "on par"
 PAPER_RANK = 4
 PAPER_OBJECTIVES = ("hinge", "hinge-sum")  # the paper's text, and its authors' sum over each query's pairs
+
+PICTURES = {"recall.png": "Sparsity and recall", "quality.png": "Sparsity and the task"}
 
 Result = dict[str, Any]
 Line = list[float]
@@ -238,8 +241,8 @@ def beyond(sweep: Result) -> str:
 def against_all(sweep: Result) -> str:
     """The best learned family against everything that is no oracle, and against the oracle."""
     rivals_of = [r for r in sweep["families"] if r["role"] in ("baseline", "control")]
-    oracle = best([r for r in sweep["families"] if r["role"] == "oracle" and r["family"].startswith("true score,")])
     said, at = [], SPARSITIES.index(0.9)
+    oracles = {kind: line(pick(sweep, f"true score, {kind}")[0])[at] for kind in ("budget", "threshold")}
     for rank in sorted(
         {r["rank"] for r in sweep["families"] if r["role"] == "learned" and r["objective"] == "logistic"}
     ):
@@ -248,11 +251,11 @@ def against_all(sweep: Result) -> str:
         count = sum(all(a > v[k] for v in others.values()) for k, a in enumerate(learned))
         beaten = sorted({n for k, a in enumerate(learned) for n, v in others.items() if v[k] >= a})
         more = f" Ahead somewhere: {', '.join(beaten)}." if beaten else ""
+        shares = " and ".join(f"{learned[at] / x:.1%} by {kind} ({x:.3f})" for kind, x in oracles.items())
         said.append(
             f"- rank {rank}: best learned family ahead of all baselines and controls up to that rank: "
-            f"{verdict(count, len(SPARSITIES))}.{more} At sparsity .9 it has {learned[at] / oracle[at]:.1%} of the "
-            "recall of the better oracle "
-            f"({learned[at]:.3f} of {oracle[at]:.3f})."
+            f"{verdict(count, len(SPARSITIES))}.{more} At sparsity .9 its recall is {learned[at]:.3f}; of the oracles "
+            f"that cut the true score it has {shares}."
         )
     return "\n".join(said)
 
@@ -295,6 +298,27 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
 }
 
 
+def on_fewer(sweep: Result) -> str:
+    """Which families were not measured on every instance."""
+    groups: dict[int, list[str]] = {}
+    for r in sweep["families"]:
+        if r["instances"] < sweep["about"]["instances"]:
+            groups.setdefault(r["instances"], []).append(label(r))
+    if not groups:
+        return "Every family was measured on every instance."
+    said = "\n".join(f"- {count}: {'; '.join(names)}" for count, names in sorted(groups.items(), reverse=True))
+    return f"Families that must be asked anew for every instance and setting were measured on fewer instances:\n\n{said}"
+
+
+def summary(sweep: Result) -> str:
+    """What docs/results.md says: the lines with a verdict, and how far one gets beyond the paper."""
+    lines = []
+    for title, section in SECTIONS.items():
+        said = [line.removeprefix("- ") for line in section(sweep).splitlines() if "**" in line]
+        lines += [f"- {title}: {line}" for line in said]
+    return "\n".join(lines) + "\n\n" + beyond(sweep)
+
+
 def document(sweep: Result) -> str:
     about = "\n".join(f"- {name.replace('_', ' ')}: `{x}`" for name, x in sweep["about"].items())
     parts = [
@@ -303,7 +327,9 @@ def document(sweep: Result) -> str:
         "verdicts are computed, none is typed by hand. Recall at a stated sparsity: one setting for all heads and "
         "layers, with window and global tokens where they help, chosen on one half of the instances and read off the "
         "other.",
+        on_fewer(sweep),
         about,
+        *(f"![{title}](figures/{name})" for name, title in PICTURES.items()),
     ]
     for title, section in SECTIONS.items():
         parts += [f"## {title}", section(sweep)]
@@ -317,10 +343,13 @@ def document(sweep: Result) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) not in (2, 3):
-        sys.exit("expected the JSON file of a sweep, and perhaps the file to write")
-    out = Path(sys.argv[2]) if len(sys.argv) == 3 else ROOT / "docs" / "findings.md"
-    out.write_text(document(read_json(Path(sys.argv[1]))), encoding="utf-8")
+    if len(sys.argv) != 3:
+        sys.exit("expected the JSON file of a sweep, and the folder of its report")
+    sweep, report = Path(sys.argv[1]), Path(sys.argv[2])
+    for name in PICTURES:
+        shutil.copyfile(report / name, ROOT / "docs" / "figures" / name)
+    out = ROOT / "docs" / "findings.md"
+    out.write_text(document(read_json(sweep)), encoding="utf-8")
     print(f"Written: {out}")
 
 

@@ -1,7 +1,8 @@
-"""Turns the figures of `benchmarks.quality` into docs/results.md and into the README's table.
+"""Turns the figures of `benchmarks.quality` and of a sweep into docs/results.md and into the README's table.
 
     python -m benchmarks.quality --artifact artifacts/minilm-entmax --json docs/figures/quality.json
-    python -m benchmarks.write_results docs/figures/quality.json
+    sparsefinder-train sweep --config paper-mlm
+    python -m benchmarks.write_results docs/figures/quality.json runs/sweep/sweep.json
 
 No figure is written by hand: this reads the JSON of a run and the artifact's card, and says which command made them.
 """
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.write_findings import summary as findings
 from sparsefinder.artifact import load
 from sparsefinder.shipped import default_artifact
 
@@ -72,7 +74,7 @@ def commands(training: dict[str, Any]) -> str:
     return "\n".join(f"{n}. `{stage['command']}` ({stage['minutes']:.0f} minutes)" for n, stage in enumerate(stages, 1))
 
 
-def document(result: dict[str, Any], training: dict[str, Any]) -> str:
+def document(result: dict[str, Any], training: dict[str, Any], sweep: dict[str, Any]) -> str:
     plan = served_table(result["served"]["plan"])
     mixed = table(["centroids", "mixed"], [[name, f"{value:.2f}"] for name, value in result["mixed_clusters"].items()])
     return f"""# Results
@@ -109,6 +111,14 @@ Set: plan.
 Share of the clusters in use, mean over heads and layers.
 
 {mixed}
+
+## Findings of the paper
+
+From the whole grid (`sparsefinder-train sweep --config paper-mlm`, {sweep["about"]["instances"]} instances); tables,
+protocol and pictures are in [findings](findings.md). Last: recall that loss and cut-off add to hinge with one distance
+threshold, at each sparsity. The paper's translation and GLUE comparisons are not covered here.
+
+{findings(sweep)}
 """
 
 
@@ -133,11 +143,12 @@ Command, hardware, versions and everything per layer: [docs/results.md](docs/res
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("expected one argument: the JSON file of benchmarks.quality")
+    if len(sys.argv) != 3:
+        sys.exit("expected two arguments: the JSON files of benchmarks.quality and of a sweep")
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     training = dict(load(default_artifact()).card.training["finetune"])
-    (ROOT / "docs" / "results.md").write_text(document(result, training), encoding="utf-8")
+    sweep = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    (ROOT / "docs" / "results.md").write_text(document(result, training, sweep), encoding="utf-8")
     page = ROOT / "README.md"
     text, found = MARKS.subn(
         lambda match: match[1] + readme(result, training) + match[2], page.read_text(encoding="utf-8")

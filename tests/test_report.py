@@ -59,8 +59,10 @@ def test_the_table_holds_every_family(drawn):
     lines = (drawn / "report" / "recall.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("| ") and "family" not in line and "---" not in line]
     assert len(rows) == 2 * len(result["families"]) - 1
-    numbers = [float(x) for row in rows for x in row.split("|")[3:10] if x.strip() not in ("–", "")]
+    numbers = [float(x) for row in rows for x in row.split("|")[4:11] if x.strip() not in ("–", "")]
     assert all(0 <= x <= 1 for x in numbers)
+    known = {int(family["instances"]) for family in result["families"]}
+    assert {int(row.split("|")[3]) for row in rows} == known
 
 
 @pytest.mark.slow

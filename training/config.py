@@ -179,7 +179,7 @@ class SweepConfig:
     tile_sizes: tuple[int, ...] = (8, 16, 32)
     fit_steps: int = 200
     quality_points: int = 40
-    quality_instances: int = 32
+    quality_instances: int = 24
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -94,12 +94,13 @@ def recall_rows(result: dict[str, Any], only: Callable[[Point], bool] = lambda _
     """Heading and a line for every family: recall at each sparsity, and its setting at .9."""
     from training.report_style import label, setting_text
 
-    rows = [["family", "role", *(f"{s:g}" for s in SPARSITIES), f"setting at {SHOWN_SPARSITY:g}"]]
+    rows = [["family", "role", "instances", *(f"{s:g}" for s in SPARSITIES), f"setting at {SHOWN_SPARSITY:g}"]]
     for family in result["families"]:
         points = [p for p in whole(family["points"]) if only(p)]
         found = [at_sparsity(points, s) for s in SPARSITIES]
         texts = ["–" if math.isnan(recall) else f"{recall:.3f}" for recall, _ in found]
-        rows.append([label(family), family["role"], *texts, setting_text(found[SPARSITIES.index(SHOWN_SPARSITY)][1])])
+        setting = setting_text(found[SPARSITIES.index(SHOWN_SPARSITY)][1])
+        rows.append([label(family), family["role"], str(family["instances"]), *texts, setting])
     return rows
 
 
@@ -109,7 +110,8 @@ def recall_table(result: dict[str, Any]) -> str:
     parts = [
         f"Recall at a stated sparsity, {about['teacher']}, {about['instances']} held-out instances of "
         f"{about['tokens']} tokens: mean over instances, heads and layers. One setting for all heads and layers, "
-        "chosen on one half of the instances, read off the other; between two settings interpolated.",
+        "chosen on one half of the instances, read off the other; between two settings interpolated. Families that "
+        "must be asked anew for every setting are measured on fewer instances.",
         "## With window and global tokens where they help",
         markdown(recall_rows(result)),
         "## Each family by itself",

@@ -10,6 +10,7 @@ mpl.use("Agg")  # no display is needed
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from training.report_style import (
     GROUPS,
@@ -26,6 +27,9 @@ from training.report_style import (
 )
 
 SIZE, DPI = (15, 11.5), 100
+MARKERS = ("o", "s", "^")  # with the line styles, where a row has one point only
+TICKS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995)
+MOST = 0.9998  # of a likeness that is drawn: 1 lies infinitely high
 
 
 def draw_front(result: dict[str, Any], measure: str, path: Path) -> None:
@@ -69,8 +73,16 @@ def draw_quality(result: dict[str, Any], path: Path) -> None:
         for measure, ax in zip(measures, panels, strict=True):
             x = [p["sparsity"] for p in ordered if p[measure] is not None]
             y = [p[measure] for p in ordered if p[measure] is not None]
-            ax.plot(x, y, STYLES[style], marker="o", markersize=5, color=colour, label=name)
+            y = y if measure == "perplexity" else [min(value, MOST) for value in y]
+            ax.plot(x, y, STYLES[style], marker=MARKERS[style], markersize=5, color=colour, label=name)
     for measure, ax in zip(measures, panels, strict=True):
+        if measure != "perplexity":  # .99 and .999 lie as far apart as .9 and .99
+            drawn = [p[measure] for p in result["quality"] if p[measure] is not None]
+            ax.set_ylim(max(0.9 * min(drawn), 0.02), MOST)
+            ax.set_yscale("logit", nonpositive="clip")
+            ax.yaxis.set_major_locator(FixedLocator(TICKS))
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_locator(NullLocator())
         ax.set_xlabel("sparsity (share of pairs dropped)")
         ax.set_title(LABELS[measure], fontsize=10)
         ax.grid(alpha=0.3)

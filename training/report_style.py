@@ -10,7 +10,7 @@ Result = dict[str, Any]
 # Dark enough on white, told apart by the colour-blind in neighbouring pairs; line styles repeat them.
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#a5aa30", "#8c564b", "#e73f74",
-    "#1b9e77", "#666666",
+    "#332288", "#666666",
 )  # fmt: skip
 STYLES = ("-", "--", ":")
 DASHES = ("solid", "dash", "dot")

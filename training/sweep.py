@@ -19,6 +19,7 @@ from sparsefinder.errors import ConfigError, DataError
 from training.config import ExtractConfig, SweepConfig, as_dict
 from training.corpus import chunk_tokens, default_texts, read_texts, split_texts
 from training.extract import LayerData, read_layer, read_manifest
+from training.memory import keep_freed_memory
 from training.pipeline import Opened, extract_splits, open_teacher, spread
 from training.sweep_families import FAMILIES, all_families
 from training.sweep_files import SWEEP, claim, read_json, write_json
@@ -52,6 +53,7 @@ def run_sweep(
         DataError: too little text, a causal teacher, a folder that cannot be written.
         ArtifactError, IncompatibleModelError: an artifact that cannot be used.
     """
+    keep_freed_memory()
     unknown = sorted(set(only) - set(FAMILIES))
     if unknown:
         raise ConfigError(f"only: expected rows among {', '.join(FAMILIES)}, got {', '.join(unknown)}")

@@ -30,7 +30,7 @@ def routed_clusters(setup: Setup) -> list[Family]:
 
             return one_setting({"buckets": buckets}, make)
 
-        return Family("routed clusters", "learned", [sheet(b) for b in setup.config.buckets], objective, rank)
+        return Family("routed clusters", "learned", [sheet(b) for b in setup.config.buckets], objective, rank, every=4)
 
     return [family(*found) for found in setup.maps(BOTH_LOSSES)]
 
@@ -68,8 +68,8 @@ def chunks(setup: Setup) -> list[Family]:
 
     few = [b for b in setup.config.buckets if b <= min(8, count)]
     return [
-        Family("chunks v1", "learned", [first(b) for b in few], "hinge", RANK),
-        Family("chunks v2", "learned", [second(b) for b in setup.config.buckets if b <= count], "hinge", RANK),
+        Family("chunks v1", "learned", [first(b) for b in few], "hinge", RANK, every=4),
+        Family("chunks v2", "learned", [second(b) for b in setup.config.buckets if b <= count], "hinge", RANK, every=4),
     ]
 
 
@@ -86,7 +86,7 @@ def gate(setup: Setup) -> list[Family]:
         return [Gate(fitted.maps, BLOCK, top) for top in tops]
 
     grid: list[Parameters] = [{"block": BLOCK, "top": top} for top in tops]
-    return [Family("gate", "learned", [nested_settings(grid, make)] if tops else [], "listwise", rank)]
+    return [Family("gate", "learned", [nested_settings(grid, make)] if tops else [], "listwise", rank, every=4)]
 
 
 def truncated_svd(setup: Setup) -> list[Family]:

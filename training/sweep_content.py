@@ -34,7 +34,7 @@ def quantization(setup: Setup) -> list[Family]:
         def sheet(bins: int) -> Sheet:
             return one_setting({"buckets": bins}, lambda work: Quantization(maps[work.layer], bins))
 
-        return Family("quantization", "learned", [sheet(b) for b in setup.config.buckets], objective, rank)
+        return Family("quantization", "learned", [sheet(b) for b in setup.config.buckets], objective, rank, every=4)
 
     return [family(*found) for found in setup.maps(BOTH_LOSSES)]
 
@@ -55,7 +55,7 @@ def hashing(setup: Setup) -> list[Family]:
 
     kinds = {"reformer": reformer(True), "lsh, separate": reformer(False), "smyrf": smyrf}
     return [
-        Family(name, "baseline", [sheet(b, make) for b in setup.config.buckets if b % 2 == 0])
+        Family(name, "baseline", [sheet(b, make) for b in setup.config.buckets if b % 2 == 0], every=4)
         for name, make in kinds.items()
     ]
 
@@ -74,7 +74,7 @@ def clustered_attention(setup: Setup) -> list[Family]:
 
     # k-means runs for every instance here, so few numbers of clusters must do.
     few = sorted({setup.config.buckets[len(setup.config.buckets) // 2 - 1], setup.config.buckets[-1]})
-    return [Family("clustered", "baseline", [sheet(clusters) for clusters in few])]
+    return [Family("clustered", "baseline", [sheet(clusters) for clusters in few], every=8)]
 
 
 def routing(setup: Setup) -> list[Family]:
@@ -86,7 +86,7 @@ def routing(setup: Setup) -> list[Family]:
             lambda work: fit_routing(setup.train(work.layer), buckets, seed=setup.config.seed),
         )
 
-    return [Family("routing", "baseline", [sheet(buckets) for buckets in setup.config.buckets])]
+    return [Family("routing", "baseline", [sheet(buckets) for buckets in setup.config.buckets], every=4)]
 
 
 def inverted(setup: Setup) -> list[Family]:
@@ -109,7 +109,7 @@ def inverted(setup: Setup) -> list[Family]:
     def of_keys(buckets: int) -> Callable[[int], InvertedLists]:
         return functools.cache(lambda layer: fit_inverted(setup.train(layer), buckets, PROBES[0], setup.config.seed))
 
-    found = [Family("inverted", "baseline", [lists(b, of_keys(b)) for b in LISTS])]
+    found = [Family("inverted", "baseline", [lists(b, of_keys(b)) for b in LISTS], every=4)]
     for objective, rank, maps in setup.maps(("logistic",)):
 
         def of_maps(buckets: int, maps: tuple[Projections, ...] = maps) -> Callable[[int], InvertedClusters]:
@@ -120,5 +120,5 @@ def inverted(setup: Setup) -> list[Family]:
             )
 
         sheets = [clusters(b, of_maps(b)) for b in LISTS]
-        found.append(Family("inverted", "learned", sheets, objective, rank))
+        found.append(Family("inverted", "learned", sheets, objective, rank, every=4))
     return found

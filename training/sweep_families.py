@@ -10,11 +10,11 @@ from training.fit import fit_clusters, name_of
 from training.sweep_blocks import chunks, gate, routed_clusters, truncated_svd
 from training.sweep_content import clustered_attention, hashing, inverted, quantization, routing
 from training.sweep_positional import fixed_patterns, random_patterns, window_only
-from training.sweep_scores import budget_sheet, cluster_sheet, tau_sheet, threshold_sheet, tile_sheets
+from training.sweep_scores import budget_sheet, cluster_sheet, projected, tau_sheet, threshold_sheet, tile_sheets
 from training.sweep_setup import METRIC, Setup
 from training.sweep_sheets import Family, Role
 
-LOG_ODDS = (-6.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)
+LOG_ODDS = (-6.0, -4.0, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 
 
 def _distance(setup: Setup) -> list[Family]:
@@ -53,7 +53,8 @@ def _cluster_family(setup: Setup, role: Role, objective: str, rank: int, maps: S
 
         return of_layer
 
-    sheets = [cluster_sheet(buckets, fitted(buckets)) for buckets in setup.config.buckets]
+    tokens = projected(maps)
+    sheets = [cluster_sheet(buckets, fitted(buckets), tokens) for buckets in setup.config.buckets]
     return Family("clusters", role, sheets, objective, rank)
 
 

@@ -35,15 +35,32 @@ def front(points: Sequence[Point], measure: str = "recall", half: str = "all") -
     return found
 
 
+def hull(points: Sequence[Point], measure: str = "recall", half: str = "all") -> list[Point]:
+    """The points of the front that no mixture of two others beats (each of the two settings on a share of the queries;
+    everything can be dropped, too), sparsest first: the upper concave hull."""
+    found: list[Point] = []
+    for point in front(points, measure, half):
+        while found:
+            before = found[-2] if len(found) > 1 else None
+            x0, y0 = (value(before, "sparsity", half), value(before, measure, half)) if before else (1.0, 0.0)
+            x1, y1 = value(found[-1], "sparsity", half), value(found[-1], measure, half)
+            x2, y2 = value(point, "sparsity", half), value(point, measure, half)
+            if (y1 - y0) * (x0 - x2) > (y2 - y0) * (x0 - x1):
+                break
+            found.pop()
+        found.append(point)
+    return found
+
+
 def at_sparsity(points: Sequence[Point], sparsity: float, measure: str = "recall") -> tuple[float, Point | None]:
     """The measure at this sparsity: settings chosen on one half of the instances, figures read off the other.
 
-    Between two neighbours of the front it is interpolated (both settings, each on a share of the queries); beyond the
+    Between two neighbours of the hull it is interpolated (both settings, each on a share of the queries); beyond the
     sparsest setting its pairs are dropped at random; below the least sparse one, that one's value stands. Also
-    returned: the setting of the front that is nearest but at least this sparse (the sparsest where none is).
+    returned: the setting of the hull that is nearest but at least this sparse (the sparsest where none is).
     """
     half = "chosen" if all(_measured(p) for p in points) else "all"
-    line = front(points, measure, half)
+    line = hull(points, measure, half)
     if not line:
         return math.nan, None
     right = next((at for at, p in enumerate(line) if value(p, "sparsity", half) < sparsity), len(line))
@@ -68,16 +85,17 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     the best of them with their layers; all points by themselves, and a few of the others."""
     keep: set[int] = set()
     for measure, half, only in _KEPT_FRONTS:
-        keep |= {id(p) for p in _spaced(front([p for p in points if only(p)], measure, half), half)}
+        some = [p for p in points if only(p)]
+        keep |= {id(p) for p in [*_spaced(front(some, measure, half), half), *hull(some, measure, half)]}
     best = [p for p in front(points) if id(p) in keep]
     layered = {id(p) for p in best[:: max(1, len(best) // LAYERED)]}
     rest = [p for p in points if id(p) not in keep and not alone(p)]
-    some = {id(p) for p in rest[:: max(1, len(rest) // THINNED)]}
+    few = {id(p) for p in rest[:: max(1, len(rest) // THINNED)]}
     found = []
     for point in points:
         if id(point) in keep:
             found.append(point if id(point) in layered else _without(point, "layers"))
-        elif id(point) in some or alone(point):
+        elif id(point) in few or alone(point):
             found.append(_without(point, "layers", "chosen", "measured"))
     return found
 

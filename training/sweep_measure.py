@@ -1,6 +1,7 @@
 """One family of patterns over all layers, heads and instances: its points, averaged as `sparsefinder.metrics` does."""
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from training.sweep_sheets import Bytes, Family, LayerWork, Prepared, Sheet
 MEASURES = ("sparsity", "recall", "precision", "mass", "exact_rows", "computed_density")
 OF_HALVES = ("sparsity", "recall", "mass")
 HALVES = ("all", "chosen", "measured")  # settings may be chosen on the second and are then read off the third
+AHEAD = 2  # instances whose levels are made while others are counted
 TILE = 16  # rows of the tiles in which a pattern's computed density is counted
 DIGITS = 5
 
@@ -58,15 +60,19 @@ def measure_family(
     made while those before are counted; the figures do not depend on it.
     """
     points: list[dict[str, Any]] = []
-    for sheet in family.sheets:
-        tables = [_measure_sheet(sheet, family, work, windows, threads > 1) for work in works]
-        points += _points(sheet, family, windows, np.stack(tables, 2))  # half, measure, layer, P, W, G
+    tables: list[list[Floats]] = [[] for _ in family.sheets]
+    for work in works:  # the outer loop, so that sheets can share what they make of a layer
+        for table, sheet in zip(tables, family.sheets, strict=True):
+            table.append(_measure_sheet(sheet, family, work, windows, threads > 1))
+    for table, sheet in zip(tables, family.sheets, strict=True):
+        points += _points(sheet, family, windows, np.stack(table, 2))  # half, measure, layer, P, W, G
     return {
         "family": family.name,
         "objective": family.objective,
         "rank": family.rank,
         "role": family.role,
         "set": family.set_name,
+        "instances": len(items_of(family, len(works[0].lengths))),
         "points": points,
     }
 
@@ -81,7 +87,7 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
     head = np.arange(work.heads)[:, None]
     out = [np.zeros(shape) for _ in range(5)]
     counts, last = np.asarray(family.globals_, np.int64), None
-    for b, levels in enumerate(_all_levels(ready, len(work.lengths), ahead)):
+    for b, levels in _all_levels(ready, items_of(family, len(work.lengths)), ahead):
         n = work.lengths[b]
         place = places.get(n) or places.setdefault(n, geometry(n, windows, family.globals_, sheet.tile))
         gold = work.gold[b]
@@ -101,18 +107,23 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
     return _means(total, valid)
 
 
-def _all_levels(ready: Prepared, instances: int, ahead: bool) -> Iterator[Bytes]:
-    """Levels of one instance after the other; `ahead`: the next ones are made in a thread of their own."""
+def items_of(family: Family, instances: int) -> list[int]:
+    """The instances that a family is measured on; both halves stay equally large."""
+    return [b for b in range(instances) if b // 2 % family.every == 0]
+
+
+def _all_levels(ready: Prepared, items: Sequence[int], ahead: bool) -> Iterator[tuple[int, Bytes]]:
+    """(instance, levels), one after the other; `ahead`: the next ones are made in threads of their own."""
     if not ahead:
-        yield from map(ready.levels, range(instances))
+        yield from ((b, ready.levels(b)) for b in items)
         return
-    with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(ready.levels, 0)
-        for b in range(1, instances + 1):
-            levels = coming.result()
-            if b < instances:
-                coming = pool.submit(ready.levels, b)
-            yield levels
+    with ThreadPoolExecutor(AHEAD) as pool:
+        coming = deque(pool.submit(ready.levels, b) for b in items[:AHEAD])
+        for at, b in enumerate(items):
+            levels = coming.popleft().result()
+            if at + AHEAD < len(items):
+                coming.append(pool.submit(ready.levels, items[at + AHEAD]))
+            yield b, levels
 
 
 def _means(total: Floats, valid: Floats) -> Floats:

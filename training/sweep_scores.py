@@ -1,5 +1,6 @@
 """Sheets of the families that cut a score: thresholds and budgets of rows, and of tiles of rows."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.content import Listed
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.predictors import Clusters, Distance, Projections, RowBudget, Score, Tiles
-from sparsefinder.predictors.projections import Form, expand_heads, project_item
+from sparsefinder.predictors.projections import Form, Item, expand_heads, project_item
 from sparsefinder.predictors.tiles import normalized_scores
 from training.sweep_kernels import level_meetings, level_rows, level_scores, rank_groups, squared_distances
 from training.sweep_sheets import SAMPLE_STEP, Bytes, Choosing, LayerWork, Prepared, Sheet
@@ -23,6 +24,7 @@ from training.sweep_sheets import SAMPLE_STEP, Bytes, Choosing, LayerWork, Prepa
 Scores = npt.NDArray[np.float32]
 ScoresOf = Callable[[LayerWork, int], Scores]  # of one instance, [H, n, m], higher = sooner kept
 
+PROJECTED = 256  # instances of a layer whose projections are kept
 LOG_SHARES = tuple(float(x) for x in np.arange(-12.0, -1.4, 0.5))  # thresholds of tiles: log of a key's share
 
 
@@ -183,15 +185,26 @@ def spread_tiles(levels: Bytes, size: int) -> Bytes:
     return np.ascontiguousarray(out)
 
 
-def cluster_sheet(buckets: int, fitted: Callable[[int], Clusters]) -> Sheet:
-    """`Clusters` with every `top` up to the number of clusters; `fitted(layer)` has the centroids."""
+def projected(maps: Sequence[Projections]) -> Callable[[LayerWork, int], Item]:
+    """Projected tokens of an instance, kept for the other sheets of a family while they work on one layer."""
+
+    @functools.lru_cache(PROJECTED)
+    def of_item(work: LayerWork, b: int) -> Item:
+        q, k, legal = work.item(b)
+        return project_item(maps[work.layer], q, k, legal, 0)
+
+    return of_item
+
+
+def cluster_sheet(buckets: int, fitted: Callable[[int], Clusters], tokens: Callable[[LayerWork, int], Item]) -> Sheet:
+    """`Clusters` with every `top` up to the number of clusters; `fitted(layer)` has the centroids, `tokens` is
+    `projected` of the same maps."""
 
     def prepare(work: LayerWork) -> Prepared:
         clusters = fitted(work.layer)
 
         def levels(b: int) -> Bytes:
-            q, k, legal = work.item(b)
-            item = project_item(clusters.projections, q, k, legal, 0)
+            item = tokens(work, b)
             out = np.empty((work.heads, item.q.shape[1], item.k.shape[1]), np.uint8)
             level_meetings(_ranks(clusters, item.q), _ranks(clusters, item.k), out)
             return out
@@ -203,11 +216,10 @@ def cluster_sheet(buckets: int, fitted: Callable[[int], Clusters]) -> Sheet:
 
 def _ranks(clusters: Clusters, x: Float[Tensor, "H n r"]) -> Bytes:
     """Rank of every centroid for each token, 0 = nearest, as `Clusters.members` ranks them; `[H, B, n]`."""
-    total = torch.zeros(*x.shape[:2], clusters.centroids.shape[1])
-    for dim in range(x.shape[2]):
-        total += (x[..., dim, None] - clusters.centroids[:, None, :, dim]).square()
-    ranks = np.empty((total.shape[0], total.shape[2], total.shape[1]), np.uint8)
-    rank_groups(total.numpy(), ranks)
+    nearness = np.empty((*x.shape[:2], clusters.centroids.shape[1]), np.float32)
+    squared_distances(_array(x), _array(clusters.centroids.transpose(1, 2)), nearness)
+    ranks = np.empty((x.shape[0], nearness.shape[2], x.shape[1]), np.uint8)
+    rank_groups(-nearness, ranks)
     return ranks
 
 

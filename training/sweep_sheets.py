@@ -95,8 +95,12 @@ class Sheet:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """A row of the table. `globals_`: numbers of global tokens that its unions have; `alone`: leading rows that a plan
-    makes tiles of their own because the pattern holds `GlobalTokens` itself."""
+    """A row of the table.
+
+    globals_: numbers of global tokens that its unions have. alone: leading rows that a plan makes tiles of their own
+    because the pattern holds `GlobalTokens` itself. every: only so many-th pair of neighbouring instances is measured,
+    where a predictor has to be asked for every instance and setting anew.
+    """
 
     name: str
     role: Role
@@ -106,6 +110,7 @@ class Family:
     set_name: SetName = "pattern"
     globals_: tuple[int, ...] = (0, 1)
     alone: int = 0
+    every: int = 1
 
     @property
     def key(self) -> str:
@@ -122,11 +127,11 @@ def gold_of(data: LayerData, b: int, n: int) -> Gold:
     for h in range(data.q.shape[1]):
         scores = (data.q[b, h, :n] * data.scale[h]) @ keys[h, :n].T
         p = entmax(scores, data.alpha, visible).flatten()
-        at = (p > 0).nonzero().flatten()
-        flats.append(at.to(torch.int32))
-        masses.append(p[at])
+        at = np.flatnonzero(p.numpy() > 0)
+        flats.append(at.astype(np.int32))
+        masses.append(p.numpy()[at])
         counts.append(counts[-1] + at.shape[0])
-    return Gold(np.asarray(counts, np.int64), torch.cat(flats).numpy(), torch.cat(masses).numpy())
+    return Gold(np.asarray(counts, np.int64), np.concatenate(flats), np.concatenate(masses))
 
 
 def layer_work(layer: int, data: LayerData) -> LayerWork:
