@@ -307,7 +307,9 @@ def on_fewer(sweep: Result) -> str:
     if not groups:
         return "Every family was measured on every instance."
     said = "\n".join(f"- {count}: {'; '.join(names)}" for count, names in sorted(groups.items(), reverse=True))
-    return f"Families that must be asked anew for every instance and setting were measured on fewer instances:\n\n{said}"
+    return (
+        f"Families that must be asked anew for every instance and setting were measured on fewer instances:\n\n{said}"
+    )
 
 
 def summary(sweep: Result) -> str:
