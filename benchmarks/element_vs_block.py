@@ -14,6 +14,7 @@ blocks ("blocks"). Softmax in all rows; building the lists is not timed. The row
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -182,7 +183,7 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
         "hardware": where,
         "shapes": f"{options.heads} heads of dimension {options.dim}, tiles and blocks of {TILE}, float32",
         "versions": f"python {platform.python_version()}, torch {version('torch')}, numba {version('numba')}",
-        "timing": f"median of {options.repeats} after a warm-up, lists given",
+        "timing": f"median of {options.repeats} after a warm-up, lists given; load {os.getloadavg()[0]:.1f} before",
     }
 
 
