@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from sparsefinder.errors import PatternError, ShapeError
@@ -177,12 +177,26 @@ def normalized_scores(
     sizes = head_tiles(tile_size, tiles.projections.heads)
     shape = (q.shape[0], q.shape[1], tile_count(legal, min(sizes)), k.shape[2])
     out = torch.full(shape, -torch.inf, device=q.device)
-    fill = _fill_cpu if q.device.type == "cpu" else _fill_by_item
-    fill(tiles, q.detach().float(), k.detach().float(), legal, sizes, out)
+    if q.device.type != "cpu":
+        _fill_by_item(tiles, q.detach().float(), k.detach().float(), legal, sizes, out)
+    else:
+        fill_cpu(tiles, q, k, legal, sizes, torch.zeros(shape[:2], dtype=torch.int64), out)
     return out
 
 
-def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int, ...], out: Tensor) -> None:
+def fill_cpu(
+    tiles: Tiles,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    legal: Legal,
+    sizes: tuple[int, ...],
+    first_tile: Int64[Tensor, "B H"],
+    out: Float[Tensor, "B H T M"],
+) -> None:
+    """Write the scores of the tiles from `first_tile` on (none where it is negative) into `out`, elsewhere left alone.
+
+    The queries begin at key `legal.query_offset`; those that the summaries need must be among them.
+    """
     from sparsefinder.predictors.tile_kernels import score_tiles  # numba is needed on the CPU only
 
     maps, heads = tiles.projections, tiles.projections.heads
@@ -192,7 +206,7 @@ def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int
     weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
     logs = torch.log1p(torch.arange(k.shape[2] + 1, dtype=torch.float32))
     parts = (
-        (q, k),
+        (q.detach().float(), k.detach().float()),
         (legal.query_real, legal.key_real),
         (first_real(legal), last),
         torch.tensor(sizes),
@@ -202,7 +216,8 @@ def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int
         logs,
     )
     arrays = (_numpy(x) if isinstance(x, Tensor) else tuple(_numpy(y) for y in x) for x in parts)
-    score_tiles(*arrays, tiles.queries_before, legal.causal, maps.form == "metric", maps.unit, out.numpy())
+    place = (legal.query_offset, _numpy(first_tile))
+    score_tiles(*arrays, tiles.queries_before, place, legal.causal, maps.form == "metric", maps.unit, out.numpy())
 
 
 def _numpy(x: Tensor) -> np.ndarray:
