@@ -19,9 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sparsefinder.attention.api import attend, attend_dense
 from sparsefinder.errors import ConfigError, IncompatibleModelError
 from sparsefinder.generation import Generation
-from sparsefinder.hf_verify import real_keys, verify
+from sparsefinder.hf_legal import legal_of_call, real_keys
+from sparsefinder.hf_verify import Caller, attention_layers, verify
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.legal import Legal
+from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
 
@@ -33,7 +34,11 @@ MODES: tuple[Mode, ...] = ("dense", "sparse")
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j` over the legal pairs."""
+    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j + bias` over the legal pairs.
+
+    bias: of relative positions (T5), for each item or for all; None where there is none. cross: the keys are those of
+    the encoder's text.
+    """
 
     layer: int
     q: Float[Tensor, "B H N D"]
@@ -41,7 +46,9 @@ class LayerInput:
     v: Float[Tensor, "B Hkv M Dv"]
     legal: Legal
     scale: Float[Tensor, " H"]
+    bias: Float[Tensor, "#B H N M"] | None
     alpha: float
+    cross: bool
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Attached:
         self.positional = positional
         self.tile_size: int | Tensor = 32
         self.places: dict[torch.nn.Module, list[int]] = {}
+        self.cross: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def using(self, mode: Mode, *, observe: Observe | None = None, plan_for: PlanFor | None = None) -> Iterator[None]:
@@ -148,7 +156,10 @@ def attach(
     positional: Pattern | None = None,
     tile_size: int | Int[Tensor, " H"] = 32,
 ) -> Attached:
-    """Replace the attention of a transformers encoder or causal model, verified by a forward pass.
+    """Replace the attention of a transformers model (encoder, causal, or both), verified by a forward pass.
+
+    Layers are counted in the order in which they run: the encoder's, then for every decoder layer its self-attention
+    and its cross-attention.
 
     Sliding-window layers stay what they are, in both modes: the transform over the keys of their window.
 
@@ -168,7 +179,7 @@ def attach(
     from sparsefinder.patterns.positional import Nothing
 
     base = getattr(model, "base_model", model)
-    layers, heads = int(base.config.num_hidden_layers), int(base.config.num_attention_heads)
+    layers, heads = attention_layers(base.config), int(base.config.num_attention_heads)
     scales = torch.ones(layers, heads) if head_scale is None else head_scale.float()
     if tuple(scales.shape) != (layers, heads):
         raise IncompatibleModelError(f"head_scale: expected shape {(layers, heads)}, got {tuple(scales.shape)}")
@@ -176,18 +187,19 @@ def attach(
         raise IncompatibleModelError(f"predictors: expected one for each of {layers} layers, got {len(predictors)}")
     device = next(base.parameters()).device
     probe = Attached(base, 1.0, torch.ones(layers, heads, device=device), (), Nothing())
-    verify(base, layers, NAME, lambda modules: _own(probe, modules))
+    verify(base, layers, NAME, lambda callers: _own(probe, callers))
     attached = Attached(base, alpha, scales.to(device), predictors, positional or Nothing())
-    attached.tile_size, attached.places = tile_size, probe.places
+    attached.tile_size, attached.places, attached.cross = tile_size, probe.places, probe.cross
     for module in attached.places:
         _OWNER[module] = attached
     return attached
 
 
-def _own(attached: Attached, modules: list[torch.nn.Module]) -> None:
-    for layer, module in enumerate(modules):
-        attached.places.setdefault(module, []).append(layer)
-        _OWNER[module] = attached
+def _own(attached: Attached, callers: list[Caller]) -> None:
+    attached.cross = frozenset(layer for layer, caller in enumerate(callers) if caller.cross)
+    for layer, caller in enumerate(callers):
+        attached.places.setdefault(caller.module, []).append(layer)
+        _OWNER[caller.module] = attached
     if not getattr(attached.model, "_sparsefinder_counts", False):
         attached.model.register_forward_pre_hook(_start_counting)
         attached.model._sparsefinder_counts = True
@@ -228,27 +240,11 @@ def _attention(
         )
     layer = _layer(attached, module)
     scale = attached.head_scale[layer] * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    call = LayerInput(layer, q, k, v, _legal(module, q, k, mask, rest), scale, attached.alpha)
+    bias, cross = rest.get("position_bias"), layer in attached.cross
+    bias = bias if bias is not None and bool(bias.any()) else None  # T5 hands zeros to its cross-attention
+    legal = legal_of_call(module, q, k, mask, rest, cross)
+    call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha, cross)
     return _compute(attached, call).transpose(1, 2).contiguous(), None
-
-
-def _legal(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, rest: dict[str, Any]) -> Legal:
-    name, (queries, keys) = type(module).__name__, (q.shape[2], k.shape[2])
-    if mask is not None and mask.ndim != 2:
-        raise IncompatibleModelError(f"{name}: expected a 2-D attention mask, got {mask.ndim} dimensions")
-    said = rest.get("is_causal")
-    causal = bool(getattr(module, "is_causal", False) if said is None else said)
-    if queries != keys and not (causal and queries < keys):
-        raise IncompatibleModelError(f"{name}: expected as many keys as queries, got {keys} and {queries}")
-    if mask is not None and mask.shape[1] < keys:
-        raise IncompatibleModelError(
-            f"{name}: expected a cache that holds the tokens so far, got {keys} keys for a mask of {mask.shape[1]}"
-        )
-    real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device) if mask is None else mask.bool()
-    real = real[:, real.shape[1] - keys :]  # the cache of a sliding-window layer forgets the first keys
-    offset = keys - queries
-    window = rest.get("sliding_window") or getattr(module, "sliding_window", None)
-    return Legal(real[:, offset:], real, causal, offset, int(window) - 1 if window else None)
 
 
 def _compute(attached: Attached, call: LayerInput) -> Tensor:
@@ -257,31 +253,37 @@ def _compute(attached: Attached, call: LayerInput) -> Tensor:
         predictor = attached.predictors[call.layer] if attached.predictors else None
         if run.plan_for is not None:
             return _sparse(run, call, run.plan_for(call))
-        if predictor is not None and run.generation is not None:
+        if predictor is not None and run.generation is not None and call.legal.causal:
             return _token_by_token(run, run.generation, call)
         if predictor is not None:
             return _sparse(run, call, _predicted(attached, predictor, call))
-    output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale)
+    output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
     return _seen(run, call, None, output)
 
 
 def _predicted(attached: Attached, predictor: Predictor, call: LayerInput) -> Plan:
     if call.legal.query_offset:
         raise ConfigError("a pass over a key-value cache: expected `with attached.generation()` around it, got none")
-    return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, attached.tile_size, call.layer)
+    if call.cross and bool(first_real(call.legal).any()):
+        raise IncompatibleModelError("cross-attention: expected texts padded on the right, got some on the left")
+    # A row of cross-attention stands alone: a tile's list would tell a token of the decoder about later ones.
+    size = 1 if call.cross else attached.tile_size
+    return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, size, call.layer)
 
 
 def _token_by_token(run: Run, generation: Generation, call: LayerInput) -> Tensor:
     outputs = []
     for rows, legal, plan in generation.plans(call.layer, call.q, call.k, call.legal):
         q, keys = call.q[:, :, rows], legal.key_real.shape[1]
-        part = replace(call, q=q, k=call.k[:, :, :keys], v=call.v[:, :, :keys], legal=legal)
+        bias = None if call.bias is None else call.bias[:, :, rows, :keys]
+        part = replace(call, q=q, k=call.k[:, :, :keys], v=call.v[:, :, :keys], legal=legal, bias=bias)
         outputs.append(_sparse(run, part, plan))
     return torch.cat(outputs, 2)
 
 
 def _sparse(run: Run, call: LayerInput, plan: Plan) -> Tensor:
-    output = attend(call.q, call.k, call.v, plan, legal=call.legal, alpha=call.alpha, scale=call.scale)
+    qkv = call.q, call.k, call.v
+    output = attend(*qkv, plan, legal=call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
     return _seen(run, call, plan, output)
 
 

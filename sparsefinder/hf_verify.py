@@ -6,39 +6,58 @@ output in silence. Their calls are counted under a name of its own that no other
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from sparsefinder.errors import IncompatibleModelError, first_line
+from sparsefinder.hf_legal import real_keys
 
 PROBE = "sparsefinder-probe"
 LENGTHS = (16, 5)
+TARGET_LENGTH = 7  # of the decoder's text: unlike those of the encoder, so that cross-attention shows
 WINDOW_TOKENS = 512  # a sliding window up to this size is exceeded by the probe, so that its edge is verified too
 TOLERANCE = 1e-3
 
 
+@dataclass(frozen=True, eq=False)
+class Caller:
+    """An attention module that was called. cross: its keys came from another text than its queries."""
+
+    module: nn.Module
+    cross: bool
+
+
 class _Recorded(threading.local):
-    """The attention modules that the probe of this thread has seen, in the order of their calls."""
+    """What called in the probe of this thread, in the order of the calls."""
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
+        self.callers: list[Caller] = []
 
 
 _RECORDED = _Recorded()
 
 
-def verify(model: Any, layers: int, name: str, own: Callable[[list[nn.Module]], None]) -> None:
+def attention_layers(config: Any) -> int:
+    """Attention calls of one forward pass: one per layer, and two per decoder layer where there is an encoder too."""
+    layers = int(config.num_hidden_layers)
+    if not getattr(config, "is_encoder_decoder", False):
+        return layers
+    decoder = getattr(config, "decoder_layers", None) or getattr(config, "num_decoder_layers", None) or layers
+    return layers + 2 * int(decoder)
+
+
+def verify(model: Any, layers: int, name: str, own: Callable[[list[Caller]], None]) -> None:
     """Require that a transformers model calls its attention once per layer, and that our softmax is its softmax.
 
     Args:
         model: the base model (without a head), in whatever attention implementation; afterwards it has `name`, or, if
             it was refused, the one it came with.
         layers: attention calls of one forward pass.
-        own: told of the modules in the order of their calls, before `name` runs; from then on that must be softmax.
+        own: told of the callers in their order, before `name` runs; from then on that must be softmax.
 
     Raises:
         IncompatibleModelError: it does not, with the reason.
@@ -48,8 +67,8 @@ def verify(model: Any, layers: int, name: str, own: Callable[[list[nn.Module]], 
     try:
         with torch.no_grad():
             probes = [_probe_input(model, side) for side in (("right", "left") if _is_causal(model) else ("right",))]
-            expected = [_hidden(model, *probe) for probe in probes]
-            calls = _record_calls(model, *probes[0])
+            expected = [_hidden(model, probe) for probe in probes]
+            calls = _record_calls(model, probes[0])
             if len(calls) != layers:
                 raise IncompatibleModelError(
                     f"{type(model).__name__}: expected {layers} attention calls through the attention interface of "
@@ -58,7 +77,7 @@ def verify(model: Any, layers: int, name: str, own: Callable[[list[nn.Module]], 
             own(calls)
             model.set_attn_implementation(name)
             worst = max(
-                float(((_hidden(model, *probe) - hidden).abs() * probe[1].unsqueeze(-1)).max())
+                float(((_hidden(model, probe) - hidden).abs() * _real(probe)).max())
                 for probe, hidden in zip(probes, expected, strict=True)
             )
         if not worst <= TOLERANCE:
@@ -72,49 +91,24 @@ def verify(model: Any, layers: int, name: str, own: Callable[[list[nn.Module]], 
         model.train(was_training)
 
 
-def real_keys(
-    batch_size: int,
-    kv_length: int,
-    *_: Any,
-    attention_mask: Tensor | None = None,
-    mask_function: Callable[..., Any] = bidirectional_mask_function,
-    **__: Any,
-) -> Tensor | None:
-    """The mask function that goes with our attention: the 2-D mask of real keys, or None where all are.
-
-    What is causal or windowed is known to the layer itself; any other relation cannot be kept.
-
-    Raises:
-        IncompatibleModelError: packed sequences, chunked attention, or a mask of the user's own.
-    """
-    if not _is_plain(mask_function):
-        raise IncompatibleModelError(
-            "attention mask: expected a causal, bidirectional or sliding-window one, got packed sequences or another"
-        )
-    return None if attention_mask is None else attention_mask.bool()
-
-
-def _is_plain(function: Callable[..., Any]) -> bool:
-    """Is it one of transformers' plain relations, or an intersection of such?"""
-    if function in (causal_mask_function, bidirectional_mask_function):
-        return True
-    name = getattr(function, "__qualname__", "")
-    if name.startswith("and_masks."):
-        cells = function.__closure__ or ()
-        return all(_is_plain(part) for cell in cells for part in cell.cell_contents)
-    return name.startswith(("sliding_window_overlay.", "sliding_window_bidirectional_overlay."))
-
-
 def _is_causal(model: Any) -> bool:
     return any(getattr(module, "is_causal", False) is True for module in model.modules())
 
 
-def _hidden(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-    hidden: Tensor = model(input_ids=tokens, attention_mask=mask).last_hidden_state
+Probe = dict[str, Tensor]
+
+
+def _hidden(model: Any, probe: Probe) -> Tensor:
+    hidden: Tensor = model(**probe).last_hidden_state
     return hidden
 
 
-def _probe_input(model: Any, side: str) -> tuple[Tensor, Tensor]:
+def _real(probe: Probe) -> Tensor:
+    """Where the output counts: the decoder's tokens are all real."""
+    return torch.ones(()) if "decoder_input_ids" in probe else probe["attention_mask"].unsqueeze(-1)
+
+
+def _probe_input(model: Any, side: str) -> Probe:
     """Two texts of random tokens; the first may be longer than the layers' window."""
     device, vocabulary = next(model.parameters()).device, int(model.config.vocab_size)
     window = getattr(model.config, "sliding_window", None) or 0
@@ -123,25 +117,28 @@ def _probe_input(model: Any, side: str) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(vocabulary, (len(LENGTHS), width), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(width)[None, :] < torch.tensor((width, LENGTHS[1]))[:, None]
     mask = mask.flip(-1) if side == "left" else mask
-    return tokens.to(device), mask.long().to(device)
+    probe = {"input_ids": tokens.to(device), "attention_mask": mask.long().to(device)}
+    if getattr(model.config, "is_encoder_decoder", False):
+        probe["decoder_input_ids"] = tokens[:, :TARGET_LENGTH].flip(-1).to(device)
+    return probe
 
 
-def _record_calls(model: Any, tokens: Tensor, mask: Tensor) -> list[nn.Module]:
-    """The attention modules in the order in which a forward pass calls them."""
-    _RECORDED.modules = []
+def _record_calls(model: Any, probe: Probe) -> list[Caller]:
+    """What calls in a forward pass, in its order."""
+    _RECORDED.callers = []
     try:
         model.set_attn_implementation(PROBE)
-        model(input_ids=tokens, attention_mask=mask)
+        model(**probe)
     except (ValueError, KeyError, RuntimeError, AttributeError) as error:
         reason = first_line(error)
         raise IncompatibleModelError(f"{type(model).__name__}: its attention cannot be replaced ({reason})") from None
-    calls, _RECORDED.modules = _RECORDED.modules, []
+    calls, _RECORDED.callers = _RECORDED.callers, []
     return calls
 
 
 def _recording(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Attention that only notes who called."""
-    _RECORDED.modules.append(module)
+    _RECORDED.callers.append(Caller(module, q.shape[2] != k.shape[2]))
     return torch.zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype, device=q.device), None
 
 

@@ -204,7 +204,7 @@ def fill_cpu(
     last = torch.where(legal.key_real, keys, -1).amax(-1)
     linear = torch.zeros(heads, 0) if maps.k_linear is None else maps.k_linear
     weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
-    logs = torch.log1p(torch.arange(k.shape[2] + 1, dtype=torch.float32))
+    logs = torch.log1p(torch.arange(max(q.shape[2], k.shape[2]) + 1, dtype=torch.float32))
     parts = (
         (q.detach().float(), k.detach().float()),
         (legal.query_real, legal.key_real),
