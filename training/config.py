@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from sparsefinder.edges import check_gold_mass
 from sparsefinder.errors import ConfigError
 
 Objective = Literal["hinge", "hinge-sum", "logistic", "bilinear", "listwise"]
@@ -38,7 +39,8 @@ class ExtractConfig:
     """Whose attention is extracted, on which text, and how much of it.
 
     teacher: packaged name, folder or hub id. artifact: folder whose teacher delta, α and head scale are used; empty =
-    the teacher as it is, with entmax on its own scores. text: the user's files; none = the embedded default.
+    the teacher as it is, with α-entmax on its own scores. gold_mass: where α is 1, what the gold keys of a row hold.
+    text: the user's files; none = the embedded default.
     """
 
     teacher: str = "minilm"
@@ -49,11 +51,13 @@ class ExtractConfig:
     heldout_instances: int = 32
     shard_size: int = 8
     alpha: float = 1.5
+    gold_mass: float = 0.95
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "instances", "heldout_instances", "shard_size"):
             _at_least(name, getattr(self, name), 1)
+        check_gold_mass(self.gold_mass)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progr
             "delta": delta_hash(opened.artifact),
         }
         manifest = make_manifest(
-            opened.teacher, opened.attached, chunks, split=split, shard_size=config.shard_size, **about
+            opened.teacher, opened.attached, chunks, split=split, shard_size=config.shard_size,
+            gold_mass=config.gold_mass, **about,
         )  # fmt: skip
         step = _step(on_progress, f"extract {split}")
         extract(opened.teacher, opened.attached, chunks, folder / split, manifest, step)
@@ -208,6 +209,7 @@ def _card(
         kv_heads=manifest["kv_heads"],
         head_dim=manifest["head_dim"],
         alpha=manifest["alpha"],
+        gold_mass=manifest.get("gold_mass"),
         head_scale=tuple(tuple(row) for row in manifest["head_scale"]),
         objective=config.objective,
         served=f"{name_of(config.objective, config.rank)} {config.served_kind}",
