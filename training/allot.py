@@ -7,6 +7,7 @@ loses less (Everett, 1963, on generalised Lagrange multipliers).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float64
@@ -82,7 +83,7 @@ def _steps(curves: Sequence[HeadCurve], hulls: Sequence[list[int]]) -> list[_Ste
     return [
         _Step(_slope(curve, a, b), head, b)
         for head, (curve, points) in enumerate(zip(curves, hulls, strict=True))
-        for a, b in zip(points, points[1:], strict=False)
+        for a, b in pairwise(points)
     ]
 
 

@@ -65,8 +65,9 @@ class FitConfig:
     """How projections are trained, and how the served predictor is cut.
 
     Exactly one of `recall` and `sparsity` is the target, a fraction, of the served set on held-out text.
-    rows: query rows of each instance in a step (tile objectives take all tiles). positive_power: weight of gold pairs,
-    see `objectives.logistic`. also: further (objective, rank) pairs to train and to keep beside the served one.
+    rows: query rows of each instance in a step; tiles: tiles of each, evenly spread (None = all). positive_power:
+    weight of gold pairs, see `objectives.logistic`. also: further (objective, rank) pairs to train and to keep beside
+    the served one.
     """
 
     objective: Objective = "listwise"
@@ -81,6 +82,7 @@ class FitConfig:
     learning_rate: float = 2e-2
     instances: int = 2
     rows: int = 32
+    tiles: int | None = None
     margin: float = 1.0
     positive_power: float = 0.5
     mass_power: float = 0.5
@@ -107,6 +109,8 @@ class FitConfig:
             _at_least(name, getattr(self, name), 1)
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(f"learning_rate: expected a number above 0, got {self.learning_rate}")
+        if self.tiles is not None:
+            _at_least("tiles", self.tiles, 1)
         if self.top is not None and not 1 <= self.top <= self.clusters:
             raise ConfigError(f"top: expected 1 to {self.clusters} clusters, got {self.top}")
 

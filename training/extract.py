@@ -62,14 +62,6 @@ class LayerData:
         return gold_edges(self.q, self.k, legal, self.alpha, self.scale, self.gold_mass)
 
 
-def some_items(data: LayerData, items: Sequence[int]) -> LayerData:
-    """The same layer of some instances; a stored gold graph stays behind."""
-    at = list(items)
-    return LayerData(
-        data.q[at], data.k[at], data.mask[at], None, data.causal, data.alpha, data.scale, data.gold_mass
-    )  # fmt: skip
-
-
 def make_manifest(
     teacher: Teacher,
     attached: Attached,

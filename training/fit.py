@@ -253,7 +253,10 @@ def _mean_at(curves: list[Curve], threshold: float) -> tuple[float, float]:
 def _tile_thresholds(name: str, known: Mapping[str, tuple[Tensor, ...]], tiles: Tiles) -> dict[str, tuple[Tensor, ...]]:
     heads = tiles.projections.heads
     weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
-    added = {name: torch.full((heads,), tiles.threshold or 0.0), f"{name}-distance": weight}
+    added = {
+        name: torch.as_tensor(tiles.threshold, dtype=torch.float32).expand(heads).clone(),
+        f"{name}-distance": weight,
+    }
     return {key: (*known.get(key, ()), tensor) for key, tensor in added.items()}
 
 

@@ -4,7 +4,7 @@ A head's output `o` reaches the residual stream as `Wo_h o`. Of that matrix only
 `Wo_hᵀ Wo_h` is kept in its place, and the layer's output as one number per instance.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +53,14 @@ def value_tensors(call: LayerCall, weight: Float[Tensor, "d w"] | None) -> dict[
     if weight is None:
         root, power = torch.eye(size).expand(heads, size, size), output.square().sum((1, 2, 3))
     else:
-        parts = weight.float().unflatten(1, (heads, size)).transpose(0, 1)
+        parts = weight.float().view(-1, heads, size).transpose(0, 1)
         root = torch.linalg.qr(parts, mode="r").R
         power = (output.transpose(1, 2).flatten(2) @ weight.float().T).square().sum((1, 2))
     found = {"v": call.v.detach().float(), "root": root, "power": power}
     return {f"{name}.{call.layer}": tensor.cpu().contiguous().clone() for name, tensor in found.items()}
 
 
-def join_values(parts: list[Mapping[str, Tensor]], layer: int) -> LayerValues:
+def join_values(parts: Sequence[Mapping[str, Tensor]], layer: int) -> LayerValues:
     """One layer of several shards as one."""
     v, power = (torch.cat([part[f"{name}.{layer}"] for part in parts]) for name in ("v", "power"))
     return LayerValues(v, parts[0][f"root.{layer}"], power)
