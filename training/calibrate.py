@@ -8,60 +8,44 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 
-from sparsefinder.errors import ConfigError, DataError
+from sparsefinder.errors import DataError
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.predictors import Predictor, RowBudget, Score, Tiles
 from sparsefinder.predictors.tiles import EVERY_KEY, NO_KEY
 from training.allot import HeadCurve, allot
+from training.config import Target
 from training.extract import read_layer, read_manifest, read_values
 from training.fit import calibration_items, measuring_items
 from training.points import Cuttable, Points, cuttable, layer_points
 
-Measure = Literal["recall", "mass", "density", "output"]
 CURVE_DENSITIES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+BUDGET_HAIR = 1e-6
 MEASURED = 8  # instances that the table is measured on, at most
 WAYS = ("allotted", "one budget", "one threshold")
 
 OnLayer = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is asked for: at least this `recall` or `mass`, at most this `density`, or at most this error of the output.
-
-    The error is the root mean square over layers of `‖Δ‖ / ‖O‖`, where `O` is what attention adds to the residual
-    stream and the errors `Δ` of different heads are taken to be orthogonal.
-
-    Raises:
-        ConfigError: a value that is no fraction between 0 and 1.
-    """
-
-    measure: Measure
-    value: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.value < 1.0:
-            raise ConfigError(f"{self.measure}: expected a fraction between 0 and 1, got {self.value}")
-
-
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """Predictors with one threshold per head, and what they keep on instances that they were not chosen on.
 
-    table: for every way of `WAYS` its density, recall, mass and output error. curve: the same of allotted budgets at
-    several densities, on the half that budgets are chosen on. density: of every layer and head, there.
+    table: for every way of `WAYS` its density, recall, mass and output error. reached: those of the allotted budgets on
+    the half that they were chosen on. curve: the same at several densities. density: of every layer and head, there.
+    every, none: heads that read every key, and that read none beside the positional pattern.
     """
 
     layers: tuple[Predictor, ...]
     target: Target
     loss: str
     table: dict[str, dict[str, float | None]]
+    reached: dict[str, float | None]
     curve: dict[str, list[float | None]]
     density: Float64[np.ndarray, "L H"]
     every: int
@@ -73,6 +57,7 @@ class Calibration:
             "target": {self.target.measure: self.target.value},
             "loss": self.loss,
             "table": self.table,
+            "reached": self.reached,
             "curve": self.curve,
             "density": [[round(float(x), 5) for x in row] for row in self.density],
             "dense_heads": self.every,
@@ -114,19 +99,18 @@ def calibrate(
 
     points = pass_over("calibrate", calibration_items(manifest["instances"]), None)
     loss, cuts = choose(points, target)
-    chosen = [np.take_along_axis(p.threshold, cut[:, None], 1)[:, 0] for p, cut in zip(points, cuts, strict=True)]
+    chosen = [thresholds_at(p, cut) for p, cut in zip(points, cuts, strict=True)]
     density = np.stack([np.take_along_axis(p.density, c[:, None], 1)[:, 0] for p, c in zip(points, cuts, strict=True)])
     ways = (chosen, one_budget(points, float(density.mean())), one_threshold(points, float(density.mean())))
     falling = [-np.sort(-np.stack(layer, 1), axis=1) for layer in zip(*ways, strict=True)]
     measured = pass_over("measure", measuring_items(manifest["instances"], MEASURED), falling)
     table = {name: _figures(measured, way) for name, way in zip(WAYS, ways, strict=True)}
-    layers = tuple(
-        with_thresholds(predictor, _ends(p, cut)) for predictor, p, cut in zip(served, points, cuts, strict=True)
-    )
+    layers = tuple(with_thresholds(predictor, cut) for predictor, cut in zip(served, chosen, strict=True))
     last = [p.threshold.shape[1] - 1 for p in points]
     every = sum(int((cut == end).sum()) for cut, end in zip(cuts, last, strict=True))
     none = sum(int((cut == 0).sum()) for cut in cuts)
-    return Calibration(layers, target, loss, table, _curve(points, loss), density, every, none)
+    reached = _totals(points, cuts)
+    return Calibration(layers, target, loss, table, reached, _curve(points, loss), density, every, none)
 
 
 def choose(points: Sequence[Points], target: Target) -> tuple[str, list[Int64[np.ndarray, " H"]]]:
@@ -178,12 +162,13 @@ def with_thresholds(predictor: Cuttable, thresholds: Float64[np.ndarray, " H"]) 
     if isinstance(predictor, Score):
         return replace(predictor, threshold=cut)
     if isinstance(predictor, RowBudget):
-        return replace(predictor, density=(-cut).clamp(0.0, 1.0))
+        # A row keeps the keys of rank below its budget, a score that equals the threshold is kept: a hair more, then.
+        return replace(predictor, density=(BUDGET_HAIR - cut).clamp(0.0, 1.0))
     lengths = (-cut).clamp(min=0.0).sqrt()
     return replace(predictor, threshold=torch.where(cut > 0, -1.0, lengths))
 
 
-def _ends(points: Points, cuts: Int64[np.ndarray, " H"]) -> Float64[np.ndarray, " H"]:
+def thresholds_at(points: Points, cuts: Int64[np.ndarray, " H"]) -> Float64[np.ndarray, " H"]:
     """The thresholds of the chosen points; the first and last ones keep nothing and everything on any text."""
     chosen = np.take_along_axis(points.threshold, cuts[:, None], 1)[:, 0]
     return np.where(cuts == 0, NO_KEY, np.where(cuts == points.threshold.shape[1] - 1, EVERY_KEY, chosen))

@@ -11,6 +11,7 @@ from sparsefinder.errors import ConfigError
 
 Objective = Literal["hinge", "hinge-sum", "logistic", "bilinear", "listwise"]
 Kind = Literal["distance", "score", "clusters", "budget", "tiles"]
+Measure = Literal["recall", "mass", "density", "output"]
 Form = Literal["all", "attention", "lora"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
@@ -121,11 +122,31 @@ class FitConfig:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What is asked for: at least this `recall` or `mass`, at most this `density`, or at most this error of the output.
+
+    The error is the root mean square over layers of `‖Δ‖ / ‖O‖`, where `O` is what attention adds to the residual
+    stream and the errors `Δ` of different heads are taken to be orthogonal.
+
+    Raises:
+        ConfigError: a value that is no fraction between 0 and 1.
+    """
+
+    measure: Measure
+    value: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.value < 1.0:
+            raise ConfigError(f"{self.measure}: expected a fraction between 0 and 1, got {self.value}")
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """Extract, fit and evaluate in one go."""
+    """Extract, fit and evaluate in one go. target: allot budgets to heads for it, in place of the fit's own cut."""
 
     extract: ExtractConfig = ExtractConfig()
     fit: FitConfig = FitConfig()
+    target: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +184,25 @@ def minilm() -> RunConfig:
         if (objective, rank) != ("listwise", 8)
     )
     return RunConfig(ExtractConfig(artifact="artifacts/minilm-entmax"), FitConfig(rank=8, also=also))
+
+
+def smollm2() -> RunConfig:
+    """SmolLM2-135M as it is, softmax, at 2048 tokens: 30 layers of tile predictors, a quarter of the pairs allotted."""
+    return RunConfig(
+        ExtractConfig(
+            teacher="smollm2", tokens=2048, instances=12, heldout_instances=6, shard_size=1, alpha=1.0
+        ),
+        FitConfig(rank=8, tile_size=32, tiles=16, window_size=33),
+        Target("density", 0.25),
+    )  # fmt: skip
+
+
+RUNS: dict[str, Callable[[], RunConfig]] = {"smollm2": smollm2}
+
+
+def run_config(teacher: str) -> RunConfig:
+    """The configuration that a teacher starts from: one of its own, or the default."""
+    return RUNS[teacher]() if teacher in RUNS else RunConfig()
 
 
 @dataclass(frozen=True)

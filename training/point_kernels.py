@@ -12,8 +12,8 @@ def level_sums(p, gold, level, end, v, softmax, pairs, golds, mass, error):  # t
 
     p, gold, level: `[R, m]`; a key with a level beyond the last is never kept. end: how many keys row r may see.
     pairs, golds, mass: `[R, G]`, what is kept.
-    error `[R, G]`: `‖o − o_g‖²`, where `o` is the row's output and `o_g` that of a softmax over what is kept; only where
-    `softmax`.
+    error `[R, G]`: `‖o − o_g‖²`, where `o` is the row's output and `o_g` that of a softmax over what is kept, only
+    where `softmax`.
     """
     levels, size = pairs.shape[1], v.shape[1]
     for r in prange(p.shape[0]):

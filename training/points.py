@@ -103,12 +103,18 @@ def grid_thresholds(
             seen[head].append(part[np.isfinite(part)])
     found = np.empty((heads, len(GRID)))
     for head, parts in enumerate(seen):
-        scored = np.concatenate(parts).astype(np.float64)
-        if not scored.size:
-            scored = np.zeros(1)
-        found[head] = np.quantile(scored, 1 - np.array(GRID))
-        found[head, 0] += 1.0
+        found[head] = _between(np.sort(np.concatenate(parts)).astype(np.float64))
     return found
+
+
+def _between(ascending: Float64[np.ndarray, " S"]) -> Float64[np.ndarray, " P"]:
+    """Thresholds at the shares of `GRID`, midway between two different scores, so that rounding moves no pair."""
+    if not ascending.size:
+        return np.zeros(len(GRID))
+    least = ascending[ascending.size - np.maximum(np.round(np.array(GRID) * ascending.size).astype(np.int64), 1)]
+    below = np.searchsorted(ascending, least, side="left")
+    lower = np.where(below > 0, ascending[np.maximum(below - 1, 0)], least - 1)
+    return np.concatenate([ascending[-1:] + 1, ((least + lower) / 2)[1:]])
 
 
 def plan_scores(
