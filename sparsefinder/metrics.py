@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from sparsefinder.edges import check_gold_mass, gold_pairs
 from sparsefinder.entmax import entmax
 from sparsefinder.errors import DataError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, context_of, materialize
@@ -79,15 +80,17 @@ def counts(
     scale: float | Tensor | None = None,
     *,
     layer: int = 0,
+    gold_mass: float | None = None,
 ) -> HeadCounts:
-    """Compare a pattern or a plan with the support of α-entmax of `scale[h] q_i·k_j`, one head's scores at a time.
+    """Compare a pattern or a plan with the gold graph of α-entmax of `scale[h] q_i·k_j`, one head's scores at a time.
 
     Args:
         scale: factor of the scores, one number or one per head; None means `D ** -0.5`.
         layer: what the pattern is told of its place.
+        gold_mass: of a softmax teacher, see `edges.gold_pairs`.
 
     Raises:
-        ShapeError, AlphaError: arguments that do not fit.
+        ShapeError, AlphaError, ConfigError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token.
     """
     dims = check_qkv(q, k)
@@ -96,10 +99,11 @@ def counts(
     check_finite("k", k, legal.key_real)
     scales = head_scales(scale, dims, q.float())
     ctx, order = context_of(legal, layer), check_alpha(alpha)
+    check_gold_mass(gold_mass)
     table = []
     for b, h in itertools.product(range(dims.batch), range(dims.heads)):
         pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)
-        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], pairs, legal, b, order))
+        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], pairs, legal, b, order, gold_mass))
     columns = torch.tensor(table, dtype=torch.float64).T.reshape(7, dims.batch, dims.heads)
     pairs, chosen, gold, kept_gold, rows, exact = columns[:6].long().unbind()  # float64 is exact up to 2**53
     computed = computed_pairs(kept).cpu() if isinstance(kept, Plan) else chosen.clone()
@@ -108,7 +112,14 @@ def counts(
 
 
 def _head(
-    q: Tensor, k: Tensor, scale: Tensor, kept: Bool[Tensor, "N M"], legal: Legal, b: int, alpha: float
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    kept: Bool[Tensor, "N M"],
+    legal: Legal,
+    b: int,
+    alpha: float,
+    gold_mass: float | None,
 ) -> tuple[float, ...]:
     """The seven counts of one head; only real tokens enter the scores, as in `gold_edges`."""
     rows, columns = legal.query_real[b].nonzero().squeeze(-1), legal.key_real[b].nonzero().squeeze(-1)
@@ -119,7 +130,7 @@ def _head(
     if legal.causal:
         visible = columns[None, :] <= rows[:, None] + legal.query_offset
     p = entmax((q[rows].detach().to(exact) * scale.to(exact)) @ k[columns].detach().to(exact).T, alpha, visible)
-    chosen, gold = kept[rows][:, columns] & visible, p > 0
+    chosen, gold = kept[rows][:, columns] & visible, gold_pairs(p, alpha, gold_mass)
     legal_row = visible.any(1)
     complete = ~(gold & ~chosen).any(1) & legal_row
     numbers = [visible.sum(), chosen.sum(), gold.sum(), (gold & chosen).sum(), legal_row.sum(), complete.sum()]
