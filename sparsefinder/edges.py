@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsefinder.entmax import entmax
 from sparsefinder.errors import ConfigError, ShapeError
 from sparsefinder.patterns.legal import Legal
-from sparsefinder.shapes import check_alpha, check_finite, check_qkv, check_real, head_scales
+from sparsefinder.shapes import check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales, item_bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,9 @@ def gold_edges(
     alpha: float = 1.5,
     scale: float | Tensor | None = None,
     gold_mass: float | None = None,
+    bias: Float[Tensor, "#B H N M"] | None = None,
 ) -> Edges:
-    """The gold graph of α-entmax of `scale[h] q_i·k_j` over the legal pairs: `gold_pairs` of every head.
+    """The gold graph of α-entmax of `scale[h] q_i·k_j + bias` over the legal pairs: `gold_pairs` of every head.
 
     Only real tokens enter the scores, so padding changes no edge. Never more than one head's scores at a time.
 
@@ -72,13 +73,16 @@ def gold_edges(
     check_alpha(alpha)
     check_gold_mass(gold_mass)
     scales = head_scales(scale, dims, q.float())
+    added = None if bias is None else check_bias(bias, dims, q)
     found: list[Tensor] = []
     for b in range(dims.batch):
         rows, columns = legal.query_real[b].nonzero().squeeze(-1), legal.key_real[b].nonzero().squeeze(-1)
-        mask = columns[None, :] <= rows[:, None] + legal.query_offset if legal.causal else None
+        visible = legal.visible(rows[:, None], columns[None, :])
         for h in range(dims.heads):
             queries, keys = q[b, h, rows], k[b, h // dims.group, columns]
-            i, j = _head_gold(queries, keys, mask, alpha, scales[h], gold_mass)
+            more = None if added is None else item_bias(added, b)[h, rows][:, columns]
+            p = head_probabilities(queries, keys, scales[h], more, visible, alpha)
+            i, j = gold_pairs(p, alpha, gold_mass).nonzero(as_tuple=True)
             found.append(rows[i] * dims.keys + columns[j])
     counts = torch.tensor([0] + [edges.shape[0] for edges in found], device=q.device)
     return Edges(counts.cumsum(0), torch.cat(found), (dims.batch, dims.heads, dims.queries, dims.keys))
@@ -125,14 +129,17 @@ def check_gold_mass(gold_mass: float | None) -> None:
         raise ConfigError(f"gold_mass: expected a fraction between 0 and 1, got {gold_mass}")
 
 
-def _head_gold(
-    q: Tensor, k: Tensor, mask: Tensor | None, alpha: float, scale: Tensor, gold_mass: float | None
-) -> tuple[Tensor, Tensor]:
-    """Rows and columns of one head's gold pairs, among its real tokens."""
+def head_probabilities(
+    q: Float[Tensor, "n D"],
+    k: Float[Tensor, "m D"],
+    scale: Float[Tensor, ""],
+    bias: Float[Tensor, "n m"] | None,
+    visible: Bool[Tensor, "n m"] | None,
+    alpha: float,
+) -> Float[Tensor, "n m"]:
+    """A head's attention among its real tokens, in float32 or float64; None = no bias, and every key is visible."""
     if 0 in (q.shape[0], k.shape[0]):
-        nothing = torch.zeros(0, dtype=torch.int64, device=q.device)
-        return nothing, nothing
+        return torch.zeros(q.shape[0], k.shape[0], device=q.device)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = (q.detach().to(exact) * scale.to(exact)) @ k.detach().to(exact).T
-    i, j = gold_pairs(entmax(scores, alpha, mask), alpha, gold_mass).nonzero(as_tuple=True)
-    return i, j
+    return entmax(scores if bias is None else scores + bias.detach().to(exact), alpha, visible)

@@ -14,13 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from sparsefinder.edges import check_gold_mass, gold_pairs
-from sparsefinder.entmax import entmax
+from sparsefinder.edges import check_gold_mass, gold_pairs, head_probabilities
 from sparsefinder.errors import DataError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, context_of, materialize
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs, plan_matrix
-from sparsefinder.shapes import check_alpha, check_finite, check_qkv, check_real, head_scales
+from sparsefinder.shapes import check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales, item_bias
 
 SetName = Literal["pattern", "plan"]
 MEASURES = ("sparsity", "recall", "precision", "exact_rows", "mass", "computed_density")
@@ -81,8 +80,9 @@ def counts(
     *,
     layer: int = 0,
     gold_mass: float | None = None,
+    bias: Float[Tensor, "#B H N M"] | None = None,
 ) -> HeadCounts:
-    """Compare a pattern or a plan with the gold graph of α-entmax of `scale[h] q_i·k_j`, one head's scores at a time.
+    """Compare a pattern or plan with the gold graph of α-entmax of `scale[h] q_i·k_j + bias`, head by head.
 
     Args:
         scale: factor of the scores, one number or one per head; None means `D ** -0.5`.
@@ -100,10 +100,12 @@ def counts(
     scales = head_scales(scale, dims, q.float())
     ctx, order = context_of(legal, layer), check_alpha(alpha)
     check_gold_mass(gold_mass)
+    added = None if bias is None else check_bias(bias, dims, q)
     table = []
     for b, h in itertools.product(range(dims.batch), range(dims.heads)):
         pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)
-        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], pairs, legal, b, order, gold_mass))
+        more = None if added is None else item_bias(added, b)[h]
+        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], more, pairs, legal, b, order, gold_mass))
     columns = torch.tensor(table, dtype=torch.float64).T.reshape(7, dims.batch, dims.heads)
     pairs, chosen, gold, kept_gold, rows, exact = columns[:6].long().unbind()  # float64 is exact up to 2**53
     computed = computed_pairs(kept).cpu() if isinstance(kept, Plan) else chosen.clone()
@@ -115,6 +117,7 @@ def _head(
     q: Tensor,
     k: Tensor,
     scale: Tensor,
+    bias: Tensor | None,
     kept: Bool[Tensor, "N M"],
     legal: Legal,
     b: int,
@@ -125,11 +128,10 @@ def _head(
     rows, columns = legal.query_real[b].nonzero().squeeze(-1), legal.key_real[b].nonzero().squeeze(-1)
     if 0 in (rows.shape[0], columns.shape[0]):
         return (0.0,) * 7
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    visible = torch.ones(rows.shape[0], columns.shape[0], dtype=torch.bool, device=q.device)
-    if legal.causal:
-        visible = columns[None, :] <= rows[:, None] + legal.query_offset
-    p = entmax((q[rows].detach().to(exact) * scale.to(exact)) @ k[columns].detach().to(exact).T, alpha, visible)
+    visible = legal.visible(rows[:, None], columns[None, :])
+    more = None if bias is None else bias[rows][:, columns]
+    p = head_probabilities(q[rows], k[columns], scale, more, visible, alpha)
+    visible = torch.ones_like(p, dtype=torch.bool) if visible is None else visible
     chosen, gold = kept[rows][:, columns] & visible, gold_pairs(p, alpha, gold_mass)
     legal_row = visible.any(1)
     complete = ~(gold & ~chosen).any(1) & legal_row

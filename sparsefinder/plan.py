@@ -163,8 +163,7 @@ def plan_from_tile_scores(
 def tile_count(legal: Legal, tile_size: int) -> int:
     """Tiles of the longest item, counted from its first real token to its last."""
     positions = torch.arange(legal.query_real.shape[1], device=legal.query_real.device) + legal.query_offset
-    last = torch.where(legal.query_real, positions, -1).amax(-1) - first_real(legal)
-    return int(last.max()) // tile_size + 1
+    return int((torch.where(legal.query_real, positions, -1).amax(-1) - first_real(legal)).max()) // tile_size + 1
 
 
 def plan_matrix(plan: Plan, legal: Legal, b: int, h: int) -> Bool[Tensor, "N M"]:
@@ -216,12 +215,13 @@ def global_counts(pattern: Pattern, legal: Legal) -> np.ndarray:
     counts = np.zeros(legal.key_real.shape[0], np.int64)
     for leaf in union_leaves(pattern):
         if isinstance(leaf, GlobalTokens):
-            of_leaf = [int(leaf.of_item(b, legal.key_real)) for b in range(counts.shape[0])]
-            counts = np.maximum(counts, np.asarray(of_leaf, np.int64))
+            counts = np.maximum(counts, [int(leaf.of_item(b, legal.key_real)) for b in range(counts.shape[0])])
     return counts
 
 
 def _tiles(legal: Legal, sizes: tuple[int, ...], globals_: np.ndarray) -> _Tiles:
+    if legal.radius is not None:
+        raise PatternError(f"plan: expected a layer without a sliding window, got one of radius {legal.radius}")
     first, real = first_real(legal).cpu().numpy(), legal.query_real.cpu().numpy()
     parts = []
     for b in range(real.shape[0]):

@@ -7,7 +7,7 @@ from causal_cases import KINDS, attached_llama, seen_calls
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, MistralModel
 
-from sparsefinder.edges import gold_edges, head_edges
+from sparsefinder.edges import edges_matrix, gold_edges, head_edges
 from sparsefinder.errors import IncompatibleModelError, PatternError
 from sparsefinder.hf import LayerCall, LayerInput, attach
 from sparsefinder.patterns.positional import window
@@ -126,17 +126,25 @@ def test_sliding_window_layers_stay_windows(alpha: float) -> None:
         torch.testing.assert_close(again[mask], expected[mask], atol=1e-5, rtol=0)
     for call in calls:
         assert call.plan is None
-        band = build_plan(window(11), call.legal, 1, heads=HEADS)
+        apart = torch.arange(30)[:, None] - torch.arange(30)[None, :]
+        band = (apart >= 0) & (apart <= 5)
         group = HEADS // call.k.shape[1]
         for b in range(2):
             for h in range(HEADS):
                 scores = call.scale[h] * call.q[b, h] @ call.k[b, h // group].T
-                read = plan_matrix(band, call.legal, b, h)
+                read = band & mask[b][:, None] & mask[b][None, :]
                 assert torch.equal(read, call.legal.matrix(b))
                 if alpha == 1.0:
                     weights = torch.softmax(scores.masked_fill(~read, -torch.inf), -1).nan_to_num()
                     output = weights @ call.v[b, h // group]
                     torch.testing.assert_close(call.output[b, h], output, atol=1e-5, rtol=0)
+        assert [call.legal.count(b) for b in range(2)] == [int(call.legal.matrix(b).sum()) for b in range(2)]
+        for b, h in ((0, 1), (1, 2)):
+            gold = edges_matrix(gold_edges(call.q, call.k, call.legal, alpha, call.scale), b, h)
+            assert not (gold & ~call.legal.matrix(b)).any()
+            assert torch.equal(gold.any(1), mask[b])
+        with pytest.raises(PatternError, match="radius 5"):
+            build_plan(window(3), call.legal, heads=HEADS)
     assert hidden.isfinite().all()
 
 

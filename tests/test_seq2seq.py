@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import MarianConfig, MarianModel, T5Config, T5ForConditionalGeneration, T5Model
 
 from sparsefinder.attention.api import attend, attend_dense
+from sparsefinder.edges import edges_matrix, gold_edges
 from sparsefinder.errors import IncompatibleModelError, NonFiniteError, ShapeError
 from sparsefinder.hf import Attached, LayerCall, LayerInput, attach
+from sparsefinder.metrics import counts
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.patterns.positional import Nothing, window
 from sparsefinder.plan import Plan, build_plan, plan_matrix
@@ -31,6 +33,7 @@ MARIAN = {
     "max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": 39, "decoder_start_token_id": 39, "eos_token_id": 1,
     "forced_eos_token_id": None,
 }  # fmt: skip
+SCALE = 0.7
 CROSS = [3, 5]  # encoder 0 1, then self 2 and cross 3, self 4 and cross 5
 
 
@@ -131,7 +134,7 @@ def test_a_bias_is_added_to_the_scores(seed: int, own: bool, alpha: float) -> No
     real = torch.rand(2, m, generator=generator) < 0.8
     legal = Legal(torch.ones(2, n, dtype=torch.bool), real)
     plan = build_plan(window(5), legal, 4, heads=4)
-    scale = 0.7
+    scale = SCALE
     for name in ("reference", "gather", "cpu"):
         came = attend(q, k, v, plan, legal=legal, alpha=alpha, scale=scale, bias=bias, backend=name)
         for b in range(2):
@@ -150,15 +153,44 @@ def test_a_bias_is_added_to_the_scores(seed: int, own: bool, alpha: float) -> No
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: np.ndarray, alpha: float) -> np.ndarray:
+    p = _weights(q, k, bias, allowed, alpha)
     out = np.zeros((q.shape[0], v.shape[1]))
     for i in range(q.shape[0]):
-        keys = [j for j in range(k.shape[0]) if allowed[i, j]]
-        scores = [
-            0.7 * sum(float(a) * float(b) for a, b in zip(q[i], k[j], strict=True)) + float(bias[i, j]) for j in keys
-        ]
-        for j, p in zip(keys, oracles.entmax(scores, alpha), strict=True):
-            out[i] += p * v[j].double().numpy()
+        for j in range(k.shape[0]):
+            out[i] += p[i, j] * v[j].double().numpy()
     return out
+
+
+def _weights(q: Tensor, k: Tensor, bias: Tensor, allowed: np.ndarray, alpha: float) -> np.ndarray:
+    p = np.zeros(allowed.shape)
+    for i in range(q.shape[0]):
+        keys = [j for j in range(k.shape[0]) if allowed[i, j]]
+        products = [sum(float(a) * float(b) for a, b in zip(q[i], k[j], strict=True)) for j in keys]
+        scores = [SCALE * product + float(bias[i, j]) for j, product in zip(keys, products, strict=True)]
+        for j, share in zip(keys, oracles.entmax(scores, alpha), strict=True):
+            p[i, j] = share
+    return p
+
+
+@given(st.integers(0, 999), st.booleans())
+def test_gold_graphs_and_counts_know_of_the_bias(seed: int, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n, more = (int(x) for x in torch.randint(1, 9, (2,), generator=generator))
+    m = n + more
+    q, k = (torch.randn(1, h, t, 4, generator=generator, dtype=torch.float64) for h, t in ((4, n), (2, m)))
+    bias = torch.randn(1, 4, n, m, generator=generator, dtype=torch.float64) * 2
+    real = torch.rand(1, m, generator=generator) < 0.8
+    legal = Legal(torch.ones(1, n, dtype=torch.bool), real, causal, more if causal else 0)
+    plan = build_plan(window(3), legal, 4, heads=4)
+    gold = gold_edges(q, k, legal, 1.5, SCALE, bias=bias)
+    table = counts(q, k, plan, legal, 1.5, SCALE, bias=bias)
+    for h in range(4):
+        p = _weights(q[0, h], k[0, h // 2], bias[0, h], legal.matrix(0).numpy(), 1.5)
+        kept = plan_matrix(plan, legal, 0, h).numpy()
+        assert np.array_equal(edges_matrix(gold, 0, h).numpy(), p > 0)
+        assert int(table.gold[0, h]) == (p > 0).sum()
+        assert int(table.kept_gold[0, h]) == ((p > 0) & kept).sum()
+        assert float(table.mass_sum[0, h]) == pytest.approx(p[kept].sum(), abs=1e-9)
 
 
 @pytest.mark.unchecked
