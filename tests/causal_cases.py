@@ -22,6 +22,7 @@ from sparsefinder.predictors import (
 )
 
 HEADS, DIM = tiny_llama.HEADS, tiny_llama.DIM
+MIXED = torch.tensor([8, 16, 5, 32])  # tile sizes of the heads
 
 
 def predictors(kind: str, layers: int = tiny_llama.LAYERS) -> list[Predictor]:
