@@ -48,24 +48,44 @@ def legal_of_call(
 
 def real_keys(
     batch_size: int,
+    q_length: int,
     kv_length: int,
-    *_: Any,
-    attention_mask: Tensor | None = None,
+    q_offset: int = 0,
+    kv_offset: int = 0,
     mask_function: Callable[..., Any] = bidirectional_mask_function,
-    **__: Any,
+    attention_mask: Tensor | None = None,
+    **_: Any,
 ) -> Tensor | None:
     """The mask function that goes with our attention: the 2-D mask of real keys, or None where all are.
 
     What is causal or windowed is known to the layer itself; any other relation cannot be kept.
 
     Raises:
-        IncompatibleModelError: packed sequences, chunked attention, or a mask of the user's own.
+        IncompatibleModelError: packed sequences, chunked attention, a mask of the user's own, or a cache with room for
+            tokens to come.
     """
     if not _is_plain(mask_function):
         raise IncompatibleModelError(
             "attention mask: expected a causal, bidirectional or sliding-window one, got packed sequences or another"
         )
+    tokens = int(q_offset) + q_length
+    if _is_causal(mask_function) and kv_length + kv_offset != tokens:
+        raise IncompatibleModelError(
+            f"cache: expected one that holds the {tokens} tokens so far (DynamicCache), got room for {kv_length}"
+        )
     return None if attention_mask is None else attention_mask.bool()
+
+
+def _is_causal(function: Callable[..., Any]) -> bool:
+    """Is it transformers' causal relation, or an intersection with it?"""
+    if getattr(function, "__qualname__", "").startswith("and_masks."):
+        return any(_is_causal(part) for part in _parts(function))
+    return function is causal_mask_function
+
+
+def _parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The relations that an intersection consists of."""
+    return [part for cell in function.__closure__ or () for part in cell.cell_contents]
 
 
 def _is_plain(function: Callable[..., Any]) -> bool:
@@ -74,6 +94,5 @@ def _is_plain(function: Callable[..., Any]) -> bool:
         return True
     name = getattr(function, "__qualname__", "")
     if name.startswith("and_masks."):
-        cells = function.__closure__ or ()
-        return all(_is_plain(part) for cell in cells for part in cell.cell_contents)
+        return all(map(_is_plain, _parts(function)))
     return name.startswith(("sliding_window_overlay.", "sliding_window_bidirectional_overlay."))

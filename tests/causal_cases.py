@@ -5,6 +5,7 @@ from typing import Any
 import tiny_llama
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from sparsefinder.hf import Attached, LayerCall, attach
 from sparsefinder.patterns.positional import GlobalTokens, window
@@ -66,3 +67,21 @@ def attached_llama(kind: str, tile: int | Tensor, alpha: float = 1.5, **sizes: i
     layers = model.config.num_hidden_layers
     extra = window(5) | GlobalTokens(2)
     return attach(model, alpha=alpha, predictors=predictors(kind, layers), positional=extra, tile_size=tile)
+
+
+def grown_calls(
+    attached: Attached, ids: Tensor, mask: Tensor, prompt: int, step: int = 1
+) -> tuple[Tensor, list[LayerCall]]:
+    """Hidden states of a prefill of `prompt` tokens and then `step` at a time, and every part of every layer."""
+    seen: list[LayerCall] = []
+    places, cache = tiny_llama.positions(mask), DynamicCache(config=attached.model.config)
+    hidden, start = [], 0
+    with torch.no_grad(), attached.generation(observe=seen.append):
+        for end in range(prompt, ids.shape[1] + 1, step):
+            came = attached.model(
+                input_ids=ids[:, start:end], attention_mask=mask[:, :end].long(),
+                position_ids=places[:, start:end], past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            hidden.append(came.last_hidden_state)
+            start = end
+    return torch.cat(hidden, 1), seen

@@ -3,7 +3,7 @@
 import pytest
 import tiny_llama
 import torch
-from causal_cases import KINDS, MIXED, attached_llama, seen_calls
+from causal_cases import KINDS, MIXED, attached_llama, grown_calls, seen_calls
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, MistralModel
 
@@ -100,15 +100,28 @@ def test_predictors_that_rank_over_the_sequence_refuse_a_causal_model() -> None:
         attached.model(input_ids=torch.tensor([tiny_llama.token_ids(9)]))
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.5])
-def test_sliding_window_layers_stay_windows(alpha: float) -> None:
+def mistral() -> MistralForCausalLM:
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=tiny_llama.VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
         num_key_value_heads=2, intermediate_size=32, max_position_embeddings=128, sliding_window=6,
         initializer_range=0.4, pad_token_id=0,
     )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
+    return MistralForCausalLM(config).eval()
+
+
+def test_a_cache_of_windows_gives_what_a_full_pass_gives() -> None:
+    attached = attach(mistral(), predictors=[WindowOnly(), None])
+    ids, mask = tiny_llama.padded([tiny_llama.token_ids(23), tiny_llama.token_ids(11, seed=1)], "left")
+    full, _ = seen_calls(attached, "sparse", ids, mask)
+    hidden, parts = grown_calls(attached, ids, mask, 14)
+    torch.testing.assert_close(hidden[mask], full[mask], atol=1e-5, rtol=1e-5)
+    assert [part.k.shape[2] for part in parts[-2:]] == [6, 6]  # older keys are forgotten
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5])
+def test_sliding_window_layers_stay_windows(alpha: float) -> None:
+    model = mistral()
     ids, mask = tiny_llama.padded([tiny_llama.token_ids(30), tiny_llama.token_ids(11, seed=1)], "left")
     expected = model.base_model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
     attached = attach(model, alpha=alpha, predictors=[WindowOnly(), None])
