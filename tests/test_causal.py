@@ -1,15 +1,20 @@
 """Causal models with grouped-query attention: nothing of a row knows of a later token, and padding changes nothing."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import tiny_llama
 import torch
 from causal_cases import KINDS, MIXED, attached_llama, grown_calls, seen_calls
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM, MistralModel
+from transformers import MistralConfig, MistralForCausalLM
 
 from sparsefinder.edges import edges_matrix, gold_edges, head_edges
 from sparsefinder.errors import IncompatibleModelError, PatternError
 from sparsefinder.hf import LayerCall, LayerInput, attach
+from sparsefinder.hf_legal import legal_of_call
+from sparsefinder.patterns.legal import Legal
 from sparsefinder.patterns.positional import window
 from sparsefinder.plan import Plan, build_plan, plan_matrix
 from sparsefinder.predictors import Quantization, WindowOnly, random_projections
@@ -100,11 +105,11 @@ def test_predictors_that_rank_over_the_sequence_refuse_a_causal_model() -> None:
         attached.model(input_ids=torch.tensor([tiny_llama.token_ids(9)]))
 
 
-def mistral() -> MistralForCausalLM:
+def mistral(size: int = 6) -> MistralForCausalLM:
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=tiny_llama.VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
-        num_key_value_heads=2, intermediate_size=32, max_position_embeddings=128, sliding_window=6,
+        num_key_value_heads=2, intermediate_size=32, max_position_embeddings=128, sliding_window=size,
         initializer_range=0.4, pad_token_id=0,
     )  # fmt: skip
     return MistralForCausalLM(config).eval()
@@ -167,13 +172,13 @@ def test_packed_texts_are_refused() -> None:
         attached.model(input_ids=torch.tensor([tiny_llama.token_ids(7)]), position_ids=packed, use_cache=False)
 
 
-def test_a_model_whose_window_is_not_the_layers_is_refused() -> None:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=61, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=2,
-        intermediate_size=32, sliding_window=6, initializer_range=0.4,
-    )  # fmt: skip
-    model = MistralModel(config).eval()
-    model.layers[0].self_attn.config = type(config)(**{**config.to_dict(), "sliding_window": 3})
-    with pytest.raises(IncompatibleModelError, match=r"moved the output|expected 1 attention calls"):
-        attach(model)
+@pytest.mark.parametrize("size", [6, 40])
+def test_the_probe_reaches_the_edge_of_a_window(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    def wider(*call: Any) -> Legal:
+        legal = legal_of_call(*call)
+        return replace(legal, radius=size)
+
+    attach(mistral(size))
+    monkeypatch.setattr("sparsefinder.hf.legal_of_call", wider)
+    with pytest.raises(IncompatibleModelError, match="moved the output"):
+        attach(mistral(size))
