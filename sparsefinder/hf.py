@@ -1,32 +1,32 @@
-"""Put this project's attention into a transformers model, and refuse what one forward pass cannot verify.
+"""Put this project's attention into a transformers model.
 
 transformers hands every attention call to a function looked up by name; ours finds out which model and layer called,
-and which mode is on. Models that never look a function up (MPNet, DeBERTa, Longformer, BigBird, …) would give wrong
-output in silence, so `attach` first makes our function compute plain softmax and requires the model's own output back.
+and which mode is on. `attach` first verifies the model with one forward pass (see `hf_verify`).
 """
 
 import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sparsefinder.attention.api import attend, attend_dense
-from sparsefinder.errors import ConfigError, IncompatibleModelError, first_line
+from sparsefinder.errors import ConfigError, IncompatibleModelError
+from sparsefinder.generation import Generation
+from sparsefinder.hf_legal import legal_of_call, real_keys
+from sparsefinder.hf_verify import Caller, attention_layers, verify
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.legal import Legal
+from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
 
-NAME, PROBE = "sparsefinder", "sparsefinder-probe"
-PROBE_LENGTHS = (16, 5)
-PROBE_TOLERANCE = 1e-3
+NAME = "sparsefinder"
 
 Mode = Literal["dense", "sparse"]
 MODES: tuple[Mode, ...] = ("dense", "sparse")
@@ -34,7 +34,11 @@ MODES: tuple[Mode, ...] = ("dense", "sparse")
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j` over the legal pairs."""
+    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j + bias` over the legal pairs.
+
+    bias: of relative positions (T5), for each item or for all; None where there is none. cross: the keys are those of
+    the encoder's text.
+    """
 
     layer: int
     q: Float[Tensor, "B H N D"]
@@ -42,12 +46,14 @@ class LayerInput:
     v: Float[Tensor, "B Hkv M Dv"]
     legal: Legal
     scale: Float[Tensor, " H"]
+    bias: Float[Tensor, "#B H N M"] | None
     alpha: float
+    cross: bool
 
 
 @dataclass(frozen=True)
 class LayerCall(LayerInput):
-    """A layer that has been computed: its plan (None in mode `dense`) and output."""
+    """A layer that has been computed: its plan (None where all legal pairs were computed) and output."""
 
     plan: Plan | None
     output: Float[Tensor, "B H N Dv"]
@@ -64,15 +70,15 @@ class Run:
     mode: Mode
     observe: Observe | None = None
     plan_for: PlanFor | None = None
+    generation: Generation | None = None
 
 
 class _Thread(threading.local):
-    """The runs that are on in this thread, and how many attention calls the current forward pass has made."""
+    """The runs that are on in this thread, and how often the current forward pass has called each shared module."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[Attached, Run]] = []
-        self.calls = 0
-        self.recorded: list[torch.nn.Module] = []
+        self.turns: dict[torch.nn.Module, int] = {}
 
 
 _THREAD = _Thread()
@@ -83,15 +89,16 @@ class Attached:
     """A model whose attention is ours. Made by `attach`; `using` chooses the mode for a block of code."""
 
     def __init__(
-        self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor], positional: Pattern
+        self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor | None], positional: Pattern
     ):
         self.model = model
         self.alpha = alpha
         self.head_scale = head_scale
         self.predictors = tuple(predictors)
         self.positional = positional
-        self.tile_size = 32
-        self.modules: list[torch.nn.Module] = []
+        self.tile_size: int | Tensor = 32
+        self.places: dict[torch.nn.Module, list[int]] = {}
+        self.cross: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def using(self, mode: Mode, *, observe: Observe | None = None, plan_for: PlanFor | None = None) -> Iterator[None]:
@@ -104,7 +111,29 @@ class Attached:
             raise ConfigError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
         if mode == "sparse" and not self.predictors and plan_for is None:
             raise ConfigError("mode: sparse needs fitted predictors, this model was attached without any")
-        _THREAD.runs.append((self, Run(mode, observe, plan_for)))
+        with self._on(Run(mode, observe, plan_for)):
+            yield
+
+    @contextlib.contextmanager
+    def generation(self, *, observe: Observe | None = None) -> Iterator[None]:
+        """Run the forward passes inside `sparse` with a key-value cache, as `generate` does: see `Generation`.
+
+        A pass without a cache is the prefill of a new text, every later one continues it. `observe` sees each token of
+        those by itself. One text, or left-padded batch of texts, at a time.
+
+        Raises:
+            ConfigError: the model was attached without predictors.
+            PatternError: a predictor ranks over the whole sequence, so it cannot be asked for the next token alone.
+        """
+        if not self.predictors:
+            raise ConfigError("generation: expected a model with fitted predictors, got one attached without any")
+        state = Generation(self.predictors, self.positional, self.tile_size)
+        with self._on(Run("sparse", observe, generation=state)):
+            yield
+
+    @contextlib.contextmanager
+    def _on(self, run: Run) -> Iterator[None]:
+        _THREAD.runs.append((self, run))
         try:
             yield
         finally:
@@ -123,19 +152,25 @@ def attach(
     *,
     alpha: float = 1.5,
     head_scale: Float[Tensor, "L H"] | None = None,
-    predictors: Sequence[Predictor] = (),
+    predictors: Sequence[Predictor | None] = (),
     positional: Pattern | None = None,
-    tile_size: int = 32,
+    tile_size: int | Int[Tensor, " H"] = 32,
 ) -> Attached:
-    """Replace the attention of a transformers encoder, verified by a forward pass.
+    """Replace the attention of a transformers model (encoder, causal, or both), verified by a forward pass.
+
+    Layers are counted in the order in which they run: the encoder's, then for every decoder layer its self-attention
+    and its cross-attention.
+
+    Sliding-window layers stay what they are, in both modes: the transform over the keys of their window.
 
     Args:
-        model: a `PreTrainedModel`; it is changed in place.
+        model: a `PreTrainedModel`, with or without a head; it is changed in place.
         alpha: α of the entmax that stands in for softmax (1 keeps softmax).
         head_scale: factor on the scores of each layer and head; ones where it is not given.
-        predictors: one per attention layer, or none for a model that only runs `dense`.
+        predictors: one per attention layer, or none for a model that only runs `dense`. A layer whose predictor is None
+            computes all its legal pairs; one of a sliding-window layer is not asked.
         positional: pattern that is added to every prediction (window, global tokens).
-        tile_size: query rows that share one key list.
+        tile_size: query rows that share one key list, one number or one per head.
 
     Raises:
         IncompatibleModelError: the model does not route its attention through the interface once per layer, its output
@@ -143,93 +178,49 @@ def attach(
     """
     from sparsefinder.patterns.positional import Nothing
 
-    layers, heads = int(model.config.num_hidden_layers), int(model.config.num_attention_heads)
+    base = getattr(model, "base_model", model)
+    layers, heads = attention_layers(base.config), int(base.config.num_attention_heads)
     scales = torch.ones(layers, heads) if head_scale is None else head_scale.float()
     if tuple(scales.shape) != (layers, heads):
         raise IncompatibleModelError(f"head_scale: expected shape {(layers, heads)}, got {tuple(scales.shape)}")
     if predictors and len(predictors) != layers:
         raise IncompatibleModelError(f"predictors: expected one for each of {layers} layers, got {len(predictors)}")
-    probe = Attached(model, 1.0, torch.ones(layers, heads), (), Nothing())
-    _verify(probe, layers)
-    attached = Attached(model, alpha, scales.to(next(model.parameters()).device), predictors, positional or Nothing())
-    attached.tile_size = tile_size
-    _own(attached, probe.modules)
+    device = next(base.parameters()).device
+    probe = Attached(base, 1.0, torch.ones(layers, heads, device=device), (), Nothing())
+    verify(base, layers, NAME, lambda callers: _own(probe, callers))
+    attached = Attached(base, alpha, scales.to(device), predictors, positional or Nothing())
+    attached.tile_size, attached.places, attached.cross = tile_size, probe.places, probe.cross
+    for module in attached.places:
+        _OWNER[module] = attached
     return attached
 
 
-def _verify(probe: Attached, layers: int) -> None:
-    """The model must call our function once per layer, and give its own output back when we compute its softmax."""
-    model, before = probe.model, probe.model.config._attn_implementation
-    was_training = model.training
-    tokens, mask = _probe_input(model)
-    model.eval()
-    try:
-        with torch.no_grad():
-            expected = model(input_ids=tokens, attention_mask=mask).last_hidden_state
-            calls = _record_calls(probe, tokens, mask)
-            _own(probe, calls)
-            came = model(input_ids=tokens, attention_mask=mask).last_hidden_state
-        if len(calls) != layers:
-            raise IncompatibleModelError(f"{type(model).__name__}: expected {layers} attention calls, got {len(calls)}")
-        worst = float(((came - expected).abs() * mask.unsqueeze(-1)).max())
-        if not worst <= PROBE_TOLERANCE:
-            raise IncompatibleModelError(
-                f"{type(model).__name__}: replacing softmax by itself moved the output by {worst:.2g}"
-            )
-    except BaseException:
-        model.set_attn_implementation(before)
-        raise
-    finally:
-        model.train(was_training)
-
-
-def _probe_input(model: Any) -> tuple[Tensor, Tensor]:
-    device, vocabulary = next(model.parameters()).device, int(model.config.vocab_size)
-    tokens = torch.randint(
-        vocabulary, (len(PROBE_LENGTHS), max(PROBE_LENGTHS)), generator=torch.Generator().manual_seed(0)
-    )
-    mask = torch.arange(max(PROBE_LENGTHS))[None, :] < torch.tensor(PROBE_LENGTHS)[:, None]
-    return tokens.to(device), mask.long().to(device)
-
-
-def _record_calls(probe: Attached, tokens: Tensor, mask: Tensor) -> list[torch.nn.Module]:
-    """The attention modules in the order in which a forward pass calls them; the model is ours afterwards."""
-    _THREAD.recorded = []
-    try:
-        probe.model.set_attn_implementation(PROBE)
-        probe.model(input_ids=tokens, attention_mask=mask)
-        probe.model.set_attn_implementation(NAME)
-    except (ValueError, KeyError, RuntimeError, AttributeError) as error:
-        reason = first_line(error)
-        raise IncompatibleModelError(
-            f"{type(probe.model).__name__}: its attention cannot be replaced ({reason})"
-        ) from None
-    calls, _THREAD.recorded = _THREAD.recorded, []
-    return calls
-
-
-def _recording(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Attention that only notes who called; under a name of its own, so that no other model ever meets it."""
-    _THREAD.recorded.append(module)
-    return torch.zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype, device=q.device), None
-
-
-def _own(attached: Attached, modules: list[torch.nn.Module]) -> None:
-    attached.modules = modules
-    for module in set(modules):
-        _OWNER[module] = attached
+def _own(attached: Attached, callers: list[Caller]) -> None:
+    attached.cross = frozenset(layer for layer, caller in enumerate(callers) if caller.cross)
+    for layer, caller in enumerate(callers):
+        attached.places.setdefault(caller.module, []).append(layer)
+        _OWNER[caller.module] = attached
     if not getattr(attached.model, "_sparsefinder_counts", False):
         attached.model.register_forward_pre_hook(_start_counting)
         attached.model._sparsefinder_counts = True
 
 
 def _start_counting(*_: Any) -> None:
-    _THREAD.calls = 0
+    _THREAD.turns.clear()
 
 
-def _mask(batch_size: int, kv_length: int, *_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """The 2-D mask of real keys; what is causal or windowed is known to the layer itself."""
-    return None if attention_mask is None else attention_mask.bool()
+def _layer(attached: Attached, module: torch.nn.Module) -> int:
+    """Which layer is calling. A module that several layers share (ALBERT) is told apart by the order of its calls."""
+    places = attached.places[module]
+    if len(places) == 1:
+        return places[0]
+    turn = _THREAD.turns.get(module, 0)
+    if turn >= len(places):
+        raise IncompatibleModelError(
+            f"{type(module).__name__}: expected {len(places)} calls in a forward pass as when attached, got more"
+        )
+    _THREAD.turns[module] = turn + 1
+    return places[turn]
 
 
 def _attention(
@@ -247,51 +238,61 @@ def _attention(
         raise IncompatibleModelError(
             f"{type(module).__name__}: attention was not attached, call sparsefinder.hf.attach first"
         )
-    layer, _THREAD.calls = _THREAD.calls, _THREAD.calls + 1
-    if layer >= len(attached.modules) or attached.modules[layer] is not module:
-        raise IncompatibleModelError(
-            f"{type(module).__name__}: attention layers ran in another order than when attached"
-        )
+    layer = _layer(attached, module)
     scale = attached.head_scale[layer] * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    call = LayerInput(layer, q, k, v, _legal(module, q, k, mask, rest), scale, attached.alpha)
+    bias, cross = rest.get("position_bias"), layer in attached.cross
+    bias = bias if bias is not None and bool(bias.any()) else None  # T5 hands zeros to its cross-attention
+    legal = legal_of_call(module, q, k, mask, rest, cross)
+    call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha, cross)
     return _compute(attached, call).transpose(1, 2).contiguous(), None
-
-
-def _legal(module: torch.nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, rest: dict[str, Any]) -> Legal:
-    name = type(module).__name__
-    if q.shape[2] != k.shape[2]:
-        raise IncompatibleModelError(
-            f"{name}: expected as many keys as queries, got {k.shape[2]} and {q.shape[2]} (no cache yet)"
-        )
-    if rest.get("sliding_window") or getattr(module, "sliding_window", None):
-        raise IncompatibleModelError(f"{name}: sliding-window layers are not supported")
-    if mask is not None and mask.ndim != 2:
-        raise IncompatibleModelError(f"{name}: expected a 2-D attention mask, got {mask.ndim} dimensions")
-    causal = rest.get("is_causal")
-    real = torch.ones(q.shape[0], k.shape[2], dtype=torch.bool, device=q.device) if mask is None else mask.bool()
-    return Legal(real, real, causal=bool(getattr(module, "is_causal", False) if causal is None else causal))
 
 
 def _compute(attached: Attached, call: LayerInput) -> Tensor:
     run = attached.run()
-    plan = None
-    if run.mode == "sparse":
-        plan = run.plan_for(call) if run.plan_for else _predicted(attached, call)
-        output = attend(call.q, call.k, call.v, plan, legal=call.legal, alpha=call.alpha, scale=call.scale)
-    else:
-        output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale)
+    if run.mode == "sparse" and call.legal.radius is None:
+        predictor = attached.predictors[call.layer] if attached.predictors else None
+        if run.plan_for is not None:
+            return _sparse(run, call, run.plan_for(call))
+        if predictor is not None and run.generation is not None and call.legal.causal:
+            return _token_by_token(run, run.generation, call)
+        if predictor is not None:
+            return _sparse(run, call, _predicted(attached, predictor, call))
+    output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
+    return _seen(run, call, None, output)
+
+
+def _predicted(attached: Attached, predictor: Predictor, call: LayerInput) -> Plan:
+    if call.legal.query_offset:
+        raise ConfigError("a pass over a key-value cache: expected `with attached.generation()` around it, got none")
+    if call.cross and bool(first_real(call.legal).any()):
+        raise IncompatibleModelError("cross-attention: expected texts padded on the right, got some on the left")
+    # A row of cross-attention stands alone: a tile's list would tell a token of the decoder about later ones.
+    size = 1 if call.cross else attached.tile_size
+    return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, size, call.layer)
+
+
+def _token_by_token(run: Run, generation: Generation, call: LayerInput) -> Tensor:
+    outputs = []
+    for rows, legal, plan in generation.plans(call.layer, call.q, call.k, call.legal):
+        q, keys = call.q[:, :, rows], legal.key_real.shape[1]
+        bias = None if call.bias is None else call.bias[:, :, rows, :keys]
+        part = replace(call, q=q, k=call.k[:, :, :keys], v=call.v[:, :, :keys], legal=legal, bias=bias)
+        outputs.append(_sparse(run, part, plan))
+    return torch.cat(outputs, 2)
+
+
+def _sparse(run: Run, call: LayerInput, plan: Plan) -> Tensor:
+    qkv = call.q, call.k, call.v
+    output = attend(*qkv, plan, legal=call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
+    return _seen(run, call, plan, output)
+
+
+def _seen(run: Run, call: LayerInput, plan: Plan | None, output: Tensor) -> Tensor:
     if run.observe is not None:
         fields = {name: getattr(call, name) for name in LayerInput.__dataclass_fields__}
         run.observe(LayerCall(**fields, plan=plan, output=output))
     return output
 
 
-def _predicted(attached: Attached, call: LayerInput) -> Plan:
-    predictor = attached.predictors[call.layer]
-    return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, attached.tile_size, call.layer)
-
-
 AttentionInterface.register(NAME, _attention)
-AttentionInterface.register(PROBE, _recording)
-AttentionMaskInterface.register(NAME, _mask)
-AttentionMaskInterface.register(PROBE, _mask)
+AttentionMaskInterface.register(NAME, real_keys)

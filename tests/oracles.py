@@ -108,6 +108,26 @@ def gold(q, k, allowed, alpha, scale):
     return graph
 
 
+def mass_set(p, mass):
+    """The fewest entries that hold `mass`: the greatest first, of equal ones the earlier; places where p is 0 never."""
+    chosen, held = set(), []
+    for j in sorted(range(len(p)), key=lambda j: (-p[j], j)):
+        if p[j] > 0 and math.fsum(held) < mass:
+            chosen.add(j)
+            held.append(p[j])
+    return chosen
+
+
+def mass_graph(q, k, allowed, mass, scale):
+    """The fewest keys of every row that hold `mass` of its softmax over the allowed keys."""
+    graph = np.zeros(allowed.shape, bool)
+    for i in range(allowed.shape[0]):
+        keys, p = _row(q, k, allowed, 1.0, scale, i)
+        for at in mass_set(p, mass):
+            graph[i, keys[at]] = True
+    return graph
+
+
 def attention(q, k, v, allowed, alpha, scale):
     """`Σ_j p_ij v_j` over the allowed keys of every row; a row without one is zero."""
     out = np.zeros((allowed.shape[0], v.shape[1]))

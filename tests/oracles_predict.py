@@ -107,15 +107,24 @@ def entmax15(scores: np.ndarray) -> np.ndarray:
 
 
 def head_numbers(
-    q: np.ndarray, k: np.ndarray, scale: float, legal: Graph, kept: Graph, computed: int
+    q: np.ndarray, k: np.ndarray, scale: float, legal: Graph, kept: Graph, computed: int, gold_mass: float | None = None
 ) -> dict[str, float | None]:
-    """Every measure of one instance and head by its definition; None where it is not defined."""
+    """Every measure of one instance and head by its definition; None where it is not defined.
+
+    gold_mass: the teacher is softmax, and gold are the fewest keys of a row that hold so much of it.
+    """
     gold: Graph = set()
     mass, rows, exact = 0.0, sorted({i for i, _ in legal}), 0
     for i in rows:
         keys = sorted(j for row, j in legal if row == i)
-        p = entmax15(np.array([scale * float(q[i] @ k[j]) for j in keys]))
+        scores = np.array([scale * float(q[i] @ k[j]) for j in keys])
+        p = entmax15(scores) if gold_mass is None else np.exp(scores - scores.max())
+        p = p if gold_mass is None else p / p.sum()
         row_gold = {(i, j) for j, v in zip(keys, p, strict=True) if v > 0}
+        if gold_mass is not None:
+            order = sorted(range(len(keys)), key=lambda at: (-p[at], at))
+            held = [math.fsum(p[at] for at in order[:size]) for size in range(len(order))]
+            row_gold = {(i, keys[at]) for at, before in zip(order, held, strict=True) if before < gold_mass}
         gold |= row_gold
         exact += row_gold <= kept
         mass += sum(v for j, v in zip(keys, p, strict=True) if (i, j) in kept)

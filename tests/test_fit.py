@@ -91,7 +91,7 @@ def test_a_layer_without_gold_pairs_is_refused():
     nobody = replace(data, mask=torch.zeros_like(data.mask))
     empty = gold_edges(data.q, data.k, legal_from_mask(nobody.mask), 1.5, data.scale)
     with pytest.raises(DataError, match="at least one gold pair"):
-        train_layer(replace(nobody, edges=empty), CONFIG, "hinge", 2)
+        train_layer(replace(nobody, stored=empty), CONFIG, "hinge", 2)
 
 
 def test_svd_start_gives_the_true_score_at_full_rank_and_the_planted_one_below():

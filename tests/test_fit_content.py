@@ -53,7 +53,7 @@ def recall_and_density(predictor: Predictor, data: LayerData) -> tuple[float, fl
 def in_pairs(data: LayerData) -> LayerData:
     """Every two neighbouring tokens alike, so that a chunk of two loses nothing."""
     q, k = (x[:, :, ::2].repeat_interleave(2, 2) for x in (data.q, data.k))
-    return replace(data, q=q, k=k, edges=gold_edges(q, k, legal_from_mask(data.mask), data.alpha, data.scale))
+    return replace(data, q=q, k=k, stored=gold_edges(q, k, legal_from_mask(data.mask), data.alpha, data.scale))
 
 
 def divergence(gate: Gate, data: LayerData) -> float:

@@ -49,7 +49,9 @@ def kept_by_plan(plan: Plan, b: int, h: int) -> tuple[oracle.Graph, int]:
     return kept, computed
 
 
-def by_definition(layers: list[tuple[Tensor, Tensor, Pattern | Plan, Legal]]) -> dict[str, dict[str, object]]:
+def by_definition(
+    layers: list[tuple[Tensor, Tensor, Pattern | Plan, Legal]], gold_mass: float | None = None
+) -> dict[str, dict[str, object]]:
     per_head: list[list[dict[str, float | None]]] = []
     for q, k, chosen, legal in layers:
         rows = []
@@ -59,7 +61,7 @@ def by_definition(layers: list[tuple[Tensor, Tensor, Pattern | Plan, Legal]]) ->
                 allowed = oracle.legal_pairs(legal.query_real[b].tolist(), legal.causal)
                 kept = kept_by_plan(chosen, b, h) if isinstance(chosen, Plan) else kept_by_pattern(chosen, legal, b, h)
                 arrays = q[b, h].numpy(), k[b, h // (q.shape[1] // k.shape[1])].numpy()
-                values.append(oracle.head_numbers(*arrays, float(SCALES[h]), allowed, *kept))
+                values.append(oracle.head_numbers(*arrays, float(SCALES[h]), allowed, *kept, gold_mass))
             rows.append({name: oracle.mean([v[name] for v in values]) for name in MEASURES})
         per_head.append(rows)
     per_layer = {name: [oracle.mean([row[name] for row in rows]) for rows in per_head] for name in MEASURES}
@@ -71,14 +73,16 @@ def by_definition(layers: list[tuple[Tensor, Tensor, Pattern | Plan, Legal]]) ->
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("name", ["pattern", "plan"])
-def test_metrics_are_their_definitions(causal: bool, kv_heads: int, name: str) -> None:
+@pytest.mark.parametrize("gold_mass", [None, 0.5, 0.95])
+def test_metrics_are_their_definitions(causal: bool, kv_heads: int, name: str, gold_mass: float | None) -> None:
     layers = []
     for seed in range(2):
         q, k, pattern, legal = layer(seed, kv_heads, causal)
         chosen = build_plan(pattern | GlobalTokens(seed), legal, 4) if name == "plan" else pattern
         layers.append((q, k, chosen, legal))
-    report = summarize([counts(*parts, 1.5, SCALES) for parts in layers])
-    expected = by_definition(layers)
+    alpha = 1.5 if gold_mass is None else 1.0
+    report = summarize([counts(*parts, alpha, SCALES, gold_mass=gold_mass) for parts in layers])
+    expected = by_definition(layers, gold_mass)
     assert report.set_name == name
     assert report.instances == 3
     assert report.empty_gold.tolist() == [4, 4]  # the item of padding, in each of four heads
@@ -140,7 +144,7 @@ def test_a_report_is_plain_json() -> None:
     assert len(plain["heads"]["recall"][0]) == 4
 
 
-def test_with_softmax_every_legal_pair_is_gold() -> None:
+def test_with_softmax_and_no_gold_mass_every_legal_pair_is_gold() -> None:
     q, k, pattern, legal = layer(9, 4, False)
     counted = counts(q, k, pattern, legal, alpha=1.0)
     assert torch.equal(counted.gold, counted.legal)

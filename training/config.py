@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from sparsefinder.edges import check_gold_mass
 from sparsefinder.errors import ConfigError
 
 Objective = Literal["hinge", "hinge-sum", "logistic", "bilinear", "listwise"]
 Kind = Literal["distance", "score", "clusters", "budget", "tiles"]
+Measure = Literal["recall", "mass", "density", "output"]
 Form = Literal["all", "attention", "lora"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
@@ -38,7 +40,8 @@ class ExtractConfig:
     """Whose attention is extracted, on which text, and how much of it.
 
     teacher: packaged name, folder or hub id. artifact: folder whose teacher delta, α and head scale are used; empty =
-    the teacher as it is, with entmax on its own scores. text: the user's files; none = the embedded default.
+    the teacher as it is, with α-entmax on its own scores. gold_mass: where α is 1, what the gold keys of a row hold.
+    text: the user's files; none = the embedded default.
     """
 
     teacher: str = "minilm"
@@ -49,11 +52,13 @@ class ExtractConfig:
     heldout_instances: int = 32
     shard_size: int = 8
     alpha: float = 1.5
+    gold_mass: float = 0.95
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "instances", "heldout_instances", "shard_size"):
             _at_least(name, getattr(self, name), 1)
+        check_gold_mass(self.gold_mass)
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,9 @@ class FitConfig:
     """How projections are trained, and how the served predictor is cut.
 
     Exactly one of `recall` and `sparsity` is the target, a fraction, of the served set on held-out text.
-    rows: query rows of each instance in a step (tile objectives take all tiles). positive_power: weight of gold pairs,
-    see `objectives.logistic`. also: further (objective, rank) pairs to train and to keep beside the served one.
+    rows: query rows of each instance in a step; tiles: tiles of each, evenly spread (None = all). positive_power:
+    weight of gold pairs, see `objectives.logistic`. also: further (objective, rank) pairs to train and to keep beside
+    the served one.
     """
 
     objective: Objective = "listwise"
@@ -77,6 +83,7 @@ class FitConfig:
     learning_rate: float = 2e-2
     instances: int = 2
     rows: int = 32
+    tiles: int | None = None
     margin: float = 1.0
     positive_power: float = 0.5
     mass_power: float = 0.5
@@ -103,6 +110,8 @@ class FitConfig:
             _at_least(name, getattr(self, name), 1)
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(f"learning_rate: expected a number above 0, got {self.learning_rate}")
+        if self.tiles is not None:
+            _at_least("tiles", self.tiles, 1)
         if self.top is not None and not 1 <= self.top <= self.clusters:
             raise ConfigError(f"top: expected 1 to {self.clusters} clusters, got {self.top}")
 
@@ -113,11 +122,31 @@ class FitConfig:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What is asked for: at least this `recall` or `mass`, at most this `density`, or at most this error of the output.
+
+    The error is the root mean square over layers of `‖Δ‖ / ‖O‖`, where `O` is what attention adds to the residual
+    stream and the errors `Δ` of different heads are taken to be orthogonal.
+
+    Raises:
+        ConfigError: a value that is no fraction between 0 and 1.
+    """
+
+    measure: Measure
+    value: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.value < 1.0:
+            raise ConfigError(f"{self.measure}: expected a fraction between 0 and 1, got {self.value}")
+
+
+@dataclass(frozen=True)
 class RunConfig:
-    """Extract, fit and evaluate in one go."""
+    """Extract, fit and evaluate in one go. target: allot budgets to heads for it, in place of the fit's own cut."""
 
     extract: ExtractConfig = ExtractConfig()
     fit: FitConfig = FitConfig()
+    target: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +184,25 @@ def minilm() -> RunConfig:
         if (objective, rank) != ("listwise", 8)
     )
     return RunConfig(ExtractConfig(artifact="artifacts/minilm-entmax"), FitConfig(rank=8, also=also))
+
+
+def smollm2() -> RunConfig:
+    """SmolLM2-135M as it is, softmax, at 2048 tokens: 30 layers of tile predictors, a quarter of the pairs allotted."""
+    return RunConfig(
+        ExtractConfig(
+            teacher="smollm2", tokens=2048, instances=12, heldout_instances=6, shard_size=1, alpha=1.0
+        ),
+        FitConfig(rank=8, tile_size=32, tiles=16, window_size=33),
+        Target("density", 0.25),
+    )  # fmt: skip
+
+
+RUNS: dict[str, Callable[[], RunConfig]] = {"smollm2": smollm2}
+
+
+def run_config(teacher: str) -> RunConfig:
+    """The configuration that a teacher starts from: one of its own, or the default."""
+    return RUNS[teacher]() if teacher in RUNS else RunConfig()
 
 
 @dataclass(frozen=True)

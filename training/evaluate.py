@@ -62,10 +62,10 @@ def layer_counts(
         legal = legal_from_mask(data.mask[chosen], data.causal)
         if set_name == "plan":
             kept = layer_plan(predictor, q, k, legal, positional, tile_size, layer)
-            parts.append(counts(q, k, kept, legal, data.alpha, data.scale, layer=layer))
+            parts.append(counts(q, k, kept, legal, data.alpha, data.scale, layer=layer, gold_mass=data.gold_mass))
         else:
             pattern = layer_pattern(predictor, q, k, legal, positional)
-            parts.append(counts(q, k, pattern, legal, data.alpha, data.scale, layer=layer))
+            parts.append(counts(q, k, pattern, legal, data.alpha, data.scale, layer=layer, gold_mass=data.gold_mass))
     return join(parts)
 
 

@@ -3,8 +3,12 @@
 A folder of one split holds `manifest.json` and `shard-00000.safetensors` …; each shard `q.<layer>` `[I, H, N, D]`,
 `k.<layer>` `[I, Hkv, N, D]` (float32), `mask` `[I, N]` (True = real token) and the gold edges in the layout of
 `sparsefinder.edges` (`gold_offsets.<layer>`, `gold_flat.<layer>`, int32). A shard appears whole or not at all.
+
+The gold edges of a softmax teacher are not stored: at thousands of tokens they would be larger than q and k, from which
+they are made again, exactly, when somebody asks. Held-out shards hold values as well (`training.values`).
 """
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,32 +25,57 @@ from torch import Tensor
 from sparsefinder.edges import Edges, gold_edges
 from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.hf import Attached, LayerCall
+from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.teacher import Teacher, batch
+from training.values import VALUE_TENSORS, LayerValues, join_values, output_weight, value_tensors
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
-LAYER_TENSORS = ("q", "k", "scale", "gold_offsets", "gold_flat")
+LAYER_TENSORS = ("q", "k", "scale")
+GOLD_TENSORS = ("gold_offsets", "gold_flat")
 
 OnShard = Callable[[int, int], None]  # (shards that are done, shards in all)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerData:
-    """One layer of a split: what its attention sees, and what it looks at."""
+    """One layer of a split: what its attention sees, and what it looks at.
+
+    stored: the gold graph where it was stored. gold_mass: of a softmax teacher, see `edges.gold_pairs`.
+    """
 
     q: Float[Tensor, "I H N D"]
     k: Float[Tensor, "I Hkv N D"]
     mask: Bool[Tensor, "I N"]
-    edges: Edges
+    stored: Edges | None
     causal: bool
     alpha: float
     scale: Float[Tensor, " H"]
+    gold_mass: float | None = None
+
+    @functools.cached_property
+    def edges(self) -> Edges:
+        """The gold graph: the stored one, or made from q and k when it is first asked for."""
+        if self.stored is not None:
+            return self.stored
+        legal = legal_from_mask(self.mask, self.causal)
+        return gold_edges(self.q, self.k, legal, self.alpha, self.scale, self.gold_mass)
 
 
 def make_manifest(
-    teacher: Teacher, attached: Attached, chunks: Sequence[Sequence[int]], *, split: str, shard_size: int, **about: Any
+    teacher: Teacher,
+    attached: Attached,
+    chunks: Sequence[Sequence[int]],
+    *,
+    split: str,
+    shard_size: int,
+    gold_mass: float | None = None,
+    **about: Any,
 ) -> dict[str, Any]:
-    """What decides the content of the shards; a folder with another manifest is never mixed with this one."""
+    """What decides the content of the shards; a folder with another manifest is never mixed with this one.
+
+    gold_mass: of a softmax teacher; a teacher with α > 1 has none.
+    """
     config = teacher.model.config
     heads = int(config.num_attention_heads)
     return {
@@ -54,6 +83,7 @@ def make_manifest(
         "teacher": teacher.name,
         "teacher_fingerprint": teacher.fingerprint,
         "alpha": attached.alpha,
+        "gold_mass": gold_mass if attached.alpha == 1 else None,
         "head_scale": [[round(float(x), 6) for x in row] for row in attached.head_scale],
         "layers": int(config.num_hidden_layers),
         "heads": heads,
@@ -63,6 +93,7 @@ def make_manifest(
         "instances": len(chunks),
         "tokens": max(map(len, chunks)),
         "shard_size": shard_size,
+        **({"values": True} if split == "heldout" else {}),
         **about,
     }
 
@@ -89,7 +120,7 @@ def extract(
     for number, part in enumerate(parts):
         path = folder / shard_name(number)
         if not path.exists():
-            tensors = extract_batch(teacher, attached, part, manifest["tokens"])
+            tensors = extract_batch(teacher, attached, part, manifest["tokens"], manifest.get("values", False))
             _write_shard(path, tensors)
             written += 1
         on_shard(number + 1, len(parts))
@@ -98,9 +129,9 @@ def extract(
 
 @torch.no_grad()
 def extract_batch(
-    teacher: Teacher, attached: Attached, chunks: Sequence[Sequence[int]], tokens: int
+    teacher: Teacher, attached: Attached, chunks: Sequence[Sequence[int]], tokens: int, values: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of one shard: the model runs `dense`, and every layer is seen on its way."""
+    """The tensors of one shard: the model runs `dense`, and every layer is seen on its way. values: keep them too."""
     ids, mask = batch(teacher, chunks)
     missing = tokens - ids.shape[1]
     ids, mask = torch.nn.functional.pad(ids, (0, missing)), torch.nn.functional.pad(mask, (0, missing))
@@ -110,9 +141,14 @@ def extract_batch(
         if call.legal.causal:
             found["causal"] = torch.ones(1, dtype=torch.bool)
         q, k = call.q.detach().float().cpu(), call.k.detach().float().cpu()
-        edges = gold_edges(q, k, call.legal, call.alpha, call.scale)
         found[f"q.{call.layer}"], found[f"k.{call.layer}"] = q.contiguous(), k.contiguous()
         found[f"scale.{call.layer}"] = call.scale.detach().float().cpu().contiguous()
+        if values:
+            width = call.output.shape[1] * call.output.shape[3]
+            found.update(value_tensors(call, output_weight(teacher.model, attached.modules[call.layer], width)))
+        if call.alpha == 1:
+            return
+        edges = gold_edges(q, k, call.legal, call.alpha, call.scale)
         found[f"gold_offsets.{call.layer}"] = edges.offsets.cpu()
         found[f"gold_flat.{call.layer}"] = edges.flat.to(torch.int32).cpu()  # i * M + j stays far below 2**31
 
@@ -149,28 +185,47 @@ def read_layer(folder: Path, layer: int, manifest: dict[str, Any] | None = None)
         DataError: the split is incomplete, or a shard is damaged (delete it and extract again).
     """
     manifest = manifest or read_manifest(folder)
+    names = LAYER_TENSORS + (() if manifest["alpha"] == 1 else GOLD_TENSORS)
+    parts = _read_parts(folder, manifest, ["mask", *(f"{name}.{layer}" for name in names)])
+    return join_layer(parts, layer, float(manifest["alpha"]), manifest.get("gold_mass"))
+
+
+def read_values(folder: Path, layer: int, manifest: dict[str, Any] | None = None) -> LayerValues | None:
+    """The values of one layer of a split, None where it holds none. Errors as in `read_layer`."""
+    manifest = manifest or read_manifest(folder)
+    if not manifest.get("values"):
+        return None
+    return join_values(_read_parts(folder, manifest, [f"{name}.{layer}" for name in VALUE_TENSORS]), layer)
+
+
+def _read_parts(folder: Path, manifest: dict[str, Any], names: Sequence[str]) -> list[dict[str, Tensor]]:
+    """These tensors (and `causal`, where there is one) of every shard."""
     parts: list[dict[str, Tensor]] = []
     for number in range(-(-manifest["instances"] // manifest["shard_size"])):
         path = folder / shard_name(number)
         try:
             with safe_open(path, "pt") as shard:
-                wanted = ["mask", *(f"{kind}.{layer}" for kind in LAYER_TENSORS)]
-                names = [*wanted, *({"causal"} & set(shard.keys()))]
-                parts.append({name: shard.get_tensor(name) for name in names})
+                wanted = [*names, *({"causal"} & set(shard.keys()))]
+                parts.append({name: shard.get_tensor(name) for name in wanted})
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: damaged, delete it and extract again ({error})") from None
-    return join_layer(parts, layer, float(manifest["alpha"]))
+    return parts
 
 
-def join_layer(parts: Sequence[dict[str, Tensor]], layer: int, alpha: float) -> LayerData:
+def join_layer(
+    parts: Sequence[dict[str, Tensor]], layer: int, alpha: float, gold_mass: float | None = None
+) -> LayerData:
     """One layer of several shards (as `extract_batch` makes them) as one."""
     q, k, mask = (torch.cat([part[name] for part in parts]) for name in (f"q.{layer}", f"k.{layer}", "mask"))
+    stored = None if alpha == 1 else _join_edges(parts, layer, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    return LayerData(q, k, mask, stored, "causal" in parts[0], alpha, parts[0][f"scale.{layer}"], gold_mass)
+
+
+def _join_edges(parts: Sequence[dict[str, Tensor]], layer: int, shape: tuple[int, int, int, int]) -> Edges:
     offsets = [torch.zeros(1, dtype=torch.int64)]
     for part in parts:
         offsets.append(part[f"gold_offsets.{layer}"][1:] + offsets[-1][-1])
-    flat = torch.cat([part[f"gold_flat.{layer}"] for part in parts]).long()
-    edges = Edges(torch.cat(offsets), flat, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-    return LayerData(q, k, mask, edges, "causal" in parts[0], alpha, parts[0][f"scale.{layer}"])
+    return Edges(torch.cat(offsets), torch.cat([part[f"gold_flat.{layer}"] for part in parts]).long(), shape)
 
 
 def shard_name(number: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparsefinder.artifact import Card
 from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.positional import GlobalTokens, window
@@ -20,6 +21,7 @@ from training.cut import CURVE_POINTS, Curve, curve, recalls_at, threshold_at
 from training.extract import LayerData, read_layer, read_manifest
 from training.kmeans import POINTS_PER_CLUSTER, kmeans
 from training.maps import head_samples
+from training.points import Points, layer_points
 from training.scores import cluster_parts, legal_of, pair_parts, tile_parts
 from training.threads import single_thread
 from training.train_maps import Trained, train_layer
@@ -55,7 +57,7 @@ def name_of(objective: Objective, rank: int) -> str:
     return f"{objective}-r{rank}"
 
 
-def positional_of(config: FitConfig) -> Pattern:
+def positional_of(config: FitConfig | Card) -> Pattern:
     """What is added to every prediction."""
     return window(config.window_size) | GlobalTokens(config.global_tokens)
 
@@ -155,6 +157,8 @@ def _cut(trained: Trained, data: LayerData, held: LayerData, config: FitConfig) 
     maps, kind = trained.projections, config.served_kind
     if kind == "tiles":
         tiles = Tiles(maps, threshold=0.0, distance_weight=trained.distance_weight)
+        if data.alpha == 1:  # a softmax graph is made again at every look, so the pass that looks once is used
+            return _Cut(None, point_curves(layer_points(tiles, held, items, positional, config.tile_size)))
         parts = tile_parts(tiles, held, items, positional, config.tile_size)
         return _Cut(None, [curve(head) for head in parts])
     sets = _cluster_sets(maps, data, config)
@@ -227,6 +231,12 @@ def _predictors(config: FitConfig, trained: list[Trained], cuts: list[_Cut]) -> 
     return tuple(Tiles(part.projections, shared, distance_weight=part.distance_weight) for part in trained)
 
 
+def point_curves(points: Points) -> list[Curve]:
+    """The curve of every head, of the pairs that its plan computes."""
+    rows = zip(points.threshold, 1 - points.density, points.recall, strict=True)
+    return [Curve(*(torch.from_numpy(part.copy()) for part in row), forced=True) for row in rows]
+
+
 def _shared_threshold(cuts: list[_Cut], target: Mapping[str, float | None]) -> float:
     """One threshold for all heads and layers on the normalised score (design, section 5.3), by bisection on the mean
     of the heads' curves."""
@@ -253,7 +263,10 @@ def _mean_at(curves: list[Curve], threshold: float) -> tuple[float, float]:
 def _tile_thresholds(name: str, known: Mapping[str, tuple[Tensor, ...]], tiles: Tiles) -> dict[str, tuple[Tensor, ...]]:
     heads = tiles.projections.heads
     weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
-    added = {name: torch.full((heads,), tiles.threshold or 0.0), f"{name}-distance": weight}
+    added = {
+        name: torch.as_tensor(tiles.threshold, dtype=torch.float32).expand(heads).clone(),
+        f"{name}-distance": weight,
+    }
     return {key: (*known.get(key, ()), tensor) for key, tensor in added.items()}
 
 

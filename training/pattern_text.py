@@ -93,5 +93,7 @@ def _layer(
         plan = build_plan(kept, legal, size, context_of(legal, layer), heads=q.shape[1])
         sets: dict[SetName, Pattern | Plan] = {"pattern": kept, "plan": plan}
         for name, pairs in sets.items():
-            found[name].append(counts(q, k, pairs, legal, data.alpha, data.scale, layer=layer))
+            found[name].append(
+                counts(q, k, pairs, legal, data.alpha, data.scale, layer=layer, gold_mass=data.gold_mass)
+            )
     return {name: join(batches) for name, batches in found.items()}

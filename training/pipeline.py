@@ -4,7 +4,7 @@ import hashlib
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,10 +17,11 @@ from sparsefinder.attaching import attach_artifact
 from sparsefinder.errors import ArtifactError, DataError
 from sparsefinder.hf import Attached, attach
 from sparsefinder.metrics import Report, SetName
-from sparsefinder.patterns.positional import GlobalTokens, window
+from sparsefinder.predictors import Predictor
 from sparsefinder.shipped import default_artifact
 from sparsefinder.teacher import Teacher, load_teacher
-from training.config import ExtractConfig, FitConfig, RunConfig, as_dict
+from training.calibrate import Calibration, calibrate
+from training.config import ExtractConfig, FitConfig, RunConfig, Target, as_dict
 from training.corpus import chunk_tokens, default_texts, read_texts, split_texts, text_hash
 from training.evaluate import evaluate, has_pattern
 from training.extract import extract, make_manifest, read_manifest
@@ -105,7 +106,8 @@ def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progr
             "delta": delta_hash(opened.artifact),
         }
         manifest = make_manifest(
-            opened.teacher, opened.attached, chunks, split=split, shard_size=config.shard_size, **about
+            opened.teacher, opened.attached, chunks, split=split, shard_size=config.shard_size,
+            gold_mass=config.gold_mass, **about,
         )  # fmt: skip
         step = _step(on_progress, f"extract {split}")
         extract(opened.teacher, opened.attached, chunks, folder / split, manifest, step)
@@ -114,16 +116,23 @@ def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progr
 
 
 def fit_artifact(
-    config: FitConfig, extract_config: ExtractConfig, shards: Path, out: Path, on_progress: OnProgress
+    config: FitConfig,
+    extract_config: ExtractConfig,
+    shards: Path,
+    out: Path,
+    on_progress: OnProgress,
+    target: Target | None = None,
 ) -> tuple[Card, dict[SetName, Report]]:
     """Fit on extracted shards, measure on held-out instances, write the artifact; the delta is taken along.
+
+    target: measuring is left to the calibration, which replaces the cut.
 
     Raises:
         DataError: shards that are missing, incomplete or too few. ArtifactError: the artifact cannot be written.
     """
     started = time.perf_counter()
     fitted = fit(shards / "train", shards / "heldout", config, on_progress)
-    reports = measure(shards / "heldout", fitted, config, on_progress)
+    reports = {} if target else measure(shards / "heldout", fitted.layers, config, on_progress)
     base = load(extract_config.artifact) if extract_config.artifact else None
     card = _card(config, extract_config, read_manifest(shards / "train"), base, fitted, reports)
     card = replace(card, training={**card.training, "seconds": round(time.perf_counter() - started, 1)})
@@ -131,12 +140,14 @@ def fit_artifact(
     return save(out, Artifact(card, *parts, delta=base.delta if base else {})), reports
 
 
-def measure(heldout: Path, fitted: Fitted, config: FitConfig, on_progress: OnProgress) -> dict[SetName, Report]:
-    """Both named sets of the served predictors, the pattern where there is one."""
-    names: list[SetName] = ["plan", "pattern"] if has_pattern(fitted.layers) else ["plan"]
-    step, positional = _step(on_progress, "evaluate"), positional_of(config)
+def measure(
+    heldout: Path, layers: Sequence[Predictor], settings: FitConfig | Card, on_progress: OnProgress
+) -> dict[SetName, Report]:
+    """Both named sets of predictors, the pattern where there is one."""
+    names: list[SetName] = ["plan", "pattern"] if has_pattern(layers) else ["plan"]
+    step, positional = _step(on_progress, "evaluate"), positional_of(settings)
     return {
-        name: evaluate(heldout, fitted.layers, positional, config.tile_size, name, on_layer=step) for name in names
+        name: evaluate(heldout, layers, positional, settings.tile_size, name, on_layer=step) for name in names
     }  # fmt: skip
 
 
@@ -148,12 +159,7 @@ def evaluate_artifact(path: Path, shards: Path, on_progress: OnProgress) -> dict
     """
     artifact = load(path)
     check_shards(artifact, shards)
-    positional = window(artifact.card.window_size) | GlobalTokens(artifact.card.global_tokens)
-    names: list[SetName] = ["plan", "pattern"] if has_pattern(artifact.layers) else ["plan"]
-    size, step = artifact.card.tile_size, _step(on_progress, "evaluate")
-    return {
-        name: evaluate(shards / "heldout", artifact.layers, positional, size, name, on_layer=step) for name in names
-    }  # fmt: skip
+    return measure(shards / "heldout", artifact.layers, artifact.card, on_progress)
 
 
 def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
@@ -167,9 +173,32 @@ def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
 
 
 def run(config: RunConfig, out: Path, on_progress: OnProgress) -> tuple[Card, dict[SetName, Report]]:
-    """Extract to `out/shards`, fit, evaluate, and write the artifact to `out/artifact`."""
+    """Extract to `out/shards`, fit, calibrate where there is a target, evaluate, and write to `out/artifact`."""
     extract_splits(config.extract, open_teacher(config.extract), out / "shards", on_progress)
-    return fit_artifact(config.fit, config.extract, out / "shards", out / "artifact", on_progress)
+    parts = (config.fit, config.extract, out / "shards", out / "artifact", on_progress)
+    fitted = fit_artifact(*parts, target=config.target)
+    if config.target is None:
+        return fitted
+    card, reports, _ = calibrate_artifact(out / "artifact", out / "shards", config.target, on_progress)
+    return card, reports
+
+
+def calibrate_artifact(
+    path: Path, shards: Path, target: Target, on_progress: OnProgress, out: Path | None = None
+) -> tuple[Card, dict[SetName, Report], Calibration]:
+    """Allot budgets to the heads of an artifact's served predictors, measure them, and write it again (to `out`).
+
+    Raises:
+        ArtifactError, DataError: what is missing, or of another teacher. ConfigError: predictors that nothing cuts.
+    """
+    artifact = load(path)
+    check_shards(artifact, shards)
+    card, heldout = artifact.card, shards / "heldout"
+    found = calibrate(heldout, artifact.layers, positional_of(card), card.tile_size, target, on_progress)
+    reports = measure(heldout, found.layers, card, on_progress)
+    figures: dict[str, Any] = {str(name): report.as_dict() for name, report in reports.items()}
+    card = replace(card, calibration={**card.calibration, **figures, "allotted": found.as_dict()})
+    return save(out or path, replace(artifact, card=card, layers=found.layers)), reports, found
 
 
 def _step(on_progress: OnProgress, what: str) -> Callable[[int, int], None]:
@@ -208,6 +237,7 @@ def _card(
         kv_heads=manifest["kv_heads"],
         head_dim=manifest["head_dim"],
         alpha=manifest["alpha"],
+        gold_mass=manifest.get("gold_mass"),
         head_scale=tuple(tuple(row) for row in manifest["head_scale"]),
         objective=config.objective,
         served=f"{name_of(config.objective, config.rank)} {config.served_kind}",

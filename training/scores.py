@@ -40,7 +40,7 @@ def pair_parts(
         for head in range(projections.heads):
             scores = item_scores(projections.form, item, head)
             if budget:
-                scores = _row_ranks(scores, visible)
+                scores = row_ranks(scores, visible)
             parts[head].append(_part(scores, always, visible, _gold(data, b, head, item)))
     return parts
 
@@ -121,7 +121,8 @@ def _part(scores: Tensor, always: Tensor, visible: Tensor, gold: Tensor) -> Part
     return Part(value, torch.ones_like(value, dtype=torch.bool), gold[visible])
 
 
-def _row_ranks(scores: Float[Tensor, "n m"], visible: Bool[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+def row_ranks(scores: Float[Tensor, "n m"], visible: Bool[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+    """Minus the share of the row's visible keys that rank before each key; of equal scores the earlier key first."""
     order = scores.masked_fill(~visible, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(scores.shape[1]).expand_as(order))
     return -rank.to(scores.dtype) / visible.sum(-1, keepdim=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsefinder.edges import edges_matrix
@@ -19,6 +19,7 @@ from training.maps import Form, Maps, as_projections, detached, head_samples, st
 from training.objectives import HingeForm, hinge, listwise, logistic, squared_distances, tile_targets
 
 SAMPLES = 4096  # tokens that the start is computed from
+CHUNK = 256  # rows whose scores are made at once
 LEAST_RATE = 0.05  # of the learning rate, at the end of the cosine
 
 OnStep = Callable[[], None]
@@ -49,11 +50,11 @@ def train_layer(
     Raises:
         DataError: there is no gold pair to learn from.
     """
-    if data.edges.flat.shape[0] == 0:
+    tiles = _TileData(data, config) if objective == "listwise" and bool(data.mask.any()) else None
+    if tiles is None and data.edges.flat.shape[0] == 0:
         raise DataError("fit: expected at least one gold pair to learn from, got none")
     generator = torch.Generator().manual_seed(1_000_003 * (config.seed + 1) + 1009 * layer + rank)
     form = FORMS[objective]
-    tiles = _TileData(data, config) if objective == "listwise" else None
     maps = _start(data, tiles, config, objective, rank, generator)
     trainable = list(maps.values())
     optimizer = torch.optim.Adam(trainable, lr=config.learning_rate)
@@ -149,11 +150,8 @@ class _TileData:
         for b, n in enumerate(self.lengths.tolist()):
             q, k = data.q[b, :, :n], expand_heads(data.k[b : b + 1, :, :n], data.q.shape[1])[0]
             self.means.append(tile_means(q, self.tile_size, data.causal))
-            mask = torch.ones(n, n, dtype=torch.bool).tril() if data.causal else None
-            mass = torch.stack([
-                entmax(data.scale[h] * q[h] @ k[h].T, data.alpha, mask) for h in range(q.shape[0])
-            ])  # fmt: skip
-            self.targets.append(tile_targets(mass, self.tile_size, config.mass_power))
+            heads = [_head_targets(q[h] * data.scale[h], k[h], data, config) for h in range(q.shape[0])]
+            self.targets.append(torch.stack(heads))
 
     def mean_samples(self) -> Float[Tensor, "H P D"]:
         return torch.cat(self.means, 1)[:, :SAMPLES]
@@ -165,7 +163,30 @@ class _TileData:
         order = torch.randperm(self.lengths.shape[0], generator=generator)
         same = order[self.lengths[order] == self.lengths[order[0]]][: config.instances].tolist()
         n = int(self.lengths[same[0]])
-        means = torch.stack([self.means[b] for b in same])
-        target = torch.stack([self.targets[b] for b in same])
+        which = _spread(self.means[same[0]].shape[1], config.tiles, generator)
+        means = torch.stack([self.means[b][:, which] for b in same])
+        target = torch.stack([self.targets[b][:, which] for b in same])
         k = torch.stack([self.data.k[b, :, :n] for b in same])
-        return listwise(tile_scores(maps, weight, means, k, self.tile_size, self.data.causal), target)
+        return listwise(tile_scores(maps, weight, means, k, self.tile_size, self.data.causal, which), target)
+
+
+def _spread(tiles: int, wanted: int | None, generator: torch.Generator) -> Int[Tensor, " T"]:
+    """At most so many tiles (None = all), at equal distances from a random first one."""
+    stride = 1 if wanted is None else -(-tiles // wanted)
+    first = int(torch.randint(stride, (1,), generator=generator)) if stride > 1 else 0
+    return torch.arange(first, tiles, stride)
+
+
+def _head_targets(
+    q: Float[Tensor, "n D"], k: Float[Tensor, "n D"], data: LayerData, config: FitConfig
+) -> Float[Tensor, "T n"]:
+    """What every tile of one head should share out, a few tiles' rows at a time (they then stay in cache)."""
+    n, size = q.shape[0], config.tile_size
+    found, rows = torch.zeros(-(-n // size), n), max(1, CHUNK // size) * size
+    for start in range(0, n, rows):
+        end = min(start + rows, n)
+        keys = end if data.causal else n
+        mask = torch.arange(keys)[None, :] <= torch.arange(start, end)[:, None] if data.causal else None
+        part = tile_targets(entmax(q[start:end] @ k[:keys].T, data.alpha, mask), size, config.mass_power)
+        found[start // size : start // size + part.shape[0], :keys] = part
+    return found

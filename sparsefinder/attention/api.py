@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsefinder.attention.call import Call, checked
+from sparsefinder.attention.call import Call, asks_gradient, checked
 from sparsefinder.attention.cpu import attend_cpu
 from sparsefinder.attention.dense import attend_all
 from sparsefinder.attention.gather import attend_gather
@@ -34,9 +33,10 @@ def attend(
     legal: Legal,
     alpha: float = 1.5,
     scale: float | Tensor | None = None,
+    bias: Float[Tensor, "#B H N M"] | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B H N Dv"]:
-    """`Σ_j p_ij v_j` with `p_i` the α-entmax of `scale[h] q_i·k_j` over the keys that the plan lists for row i.
+    """`Σ_j p_ij v_j` with `p_i` the α-entmax of `scale[h] q_i·k_j + bias` over the keys that the plan lists for row i.
 
     Equal to `attend_dense` in every row whose list holds the support (sparse consistency). Rows without keys, padding
     rows among them, are zeros; what padding holds, NaN included, changes nothing. Half precision is computed in
@@ -44,6 +44,8 @@ def attend(
 
     Args:
         scale: a number, or one per head; None is `D ** -0.5`.
+        bias: added to the score of every pair of a head (the relative positions of T5), finite; for each item or for
+            all. None = nothing.
         backend: `reference` (dense, the oracle), `cpu` (numba, no gradient), `gather` (plain torch, any device), or
             `auto`: `cpu` for CPU tensors unless a gradient is asked for, `gather` otherwise.
 
@@ -52,7 +54,7 @@ def attend(
         ShapeError, AlphaError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token of q, k or v.
     """
-    call = checked(q, k, v, legal, alpha, scale)
+    call = checked(q, k, v, legal, alpha, scale, bias)
     if plan.shape != (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys):
         expected = (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys)
         raise ShapeError(f"plan: expected shape {expected}, got {plan.shape}")
@@ -69,16 +71,17 @@ def attend_dense(
     *,
     alpha: float = 1.5,
     scale: float | Tensor | None = None,
+    bias: Float[Tensor, "#B H N M"] | None = None,
 ) -> Float[Tensor, "B H N Dv"]:
     """The same over all legal keys. Differentiable; without gradient only a few heads' scores exist at a time.
 
     Arguments, rows of zeros and errors as in `attend`.
     """
-    return attend_all(checked(q, k, v, legal, alpha, scale)).to(q.dtype)
+    return attend_all(checked(q, k, v, legal, alpha, scale, bias)).to(q.dtype)
 
 
 def _choose(backend: str, call: Call) -> str:
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v, call.scales))
+    gradient = asks_gradient(call)
     on_cpu = call.q.device.type == "cpu"
     if backend == "auto":
         return "cpu" if on_cpu and not gradient else "gather"

@@ -8,12 +8,15 @@ from torch import Tensor
 
 from sparsefinder.errors import ShapeError
 from sparsefinder.patterns.legal import Legal
-from sparsefinder.shapes import Dims, check_alpha, check_finite, check_qkv, check_real, head_scales
+from sparsefinder.shapes import Dims, check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """`q, k, v` in float32 or float64; `scales` is the factor of `q·k` per head; α = 1 is softmax."""
+    """`q, k, v` in float32 or float64; `scales` is the factor of `q·k` per head; α = 1 is softmax.
+
+    bias: what is added to the scaled scores, see `attend`; its batch is that of q, or 1 for all items.
+    """
 
     q: Float[Tensor, "B H N D"]
     k: Float[Tensor, "B Hkv M D"]
@@ -22,9 +25,18 @@ class Call:
     alpha: float
     scales: Float[Tensor, " H"]
     dims: Dims
+    bias: Float[Tensor, "#B H N M"] | None = None
 
 
-def checked(q: Tensor, k: Tensor, v: Tensor, legal: Legal, alpha: float, scale: float | Tensor | None) -> Call:
+def checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    legal: Legal,
+    alpha: float,
+    scale: float | Tensor | None,
+    bias: Tensor | None = None,
+) -> Call:
     """A call whose arguments fit each other; half precision becomes float32. Errors as in `attend`."""
     dims = check_qkv(q, k, v)
     check_real(legal.query_real, legal.key_real, dims)
@@ -34,7 +46,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, legal: Legal, alpha: float, scale: 
     q, k, v = q.to(exact), k.to(exact), v.to(exact)
     for name, x, real in (("q", q, legal.query_real), ("k", k, legal.key_real), ("v", v, legal.key_real)):
         check_finite(name, x, real)
-    return Call(q, k, v, legal, check_alpha(alpha), head_scales(scale, dims, q), dims)
+    added = None if bias is None else check_bias(bias, dims, q)
+    return Call(q, k, v, legal, check_alpha(alpha), head_scales(scale, dims, q), dims, added)
 
 
 def without_padding(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,3 +55,9 @@ def without_padding(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     tokens = ((call.q, call.legal.query_real), (call.k, call.legal.key_real), (call.v, call.legal.key_real))
     q, k, v = (x if bool(real.all()) else x.masked_fill(~real[:, None, :, None], 0.0) for x, real in tokens)
     return q, k, v
+
+
+def asks_gradient(call: Call) -> bool:
+    """Is a gradient asked for through any of the tensors?"""
+    tensors = (call.q, call.k, call.v, call.scales, call.bias)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -30,8 +30,12 @@ def attend_cpu(call: Call, plan: Plan) -> Tensor:
     lists = [x.numpy() for x in (plan.offsets, plan.keys, plan.first_row)]
     width, height = int(lengths.max()), int(plan.tile_rows.max())
     scales, floor = call.scales.detach().contiguous().numpy(), q.dtype.type(torch.finfo(call.q.dtype).eps / 2)
+    if call.bias is None:
+        bias = np.zeros((1, 1, 1, 1), q.dtype)
+    else:
+        bias = np.ascontiguousarray(call.bias.detach().numpy())
     with threads_for(int(plan.keys.shape[0]) * height * call.dims.dim // 8) as parts:
-        attend_tiles(q, k, v, out.numpy(), scales, *tiles, *lists, width, height, float(call.alpha), floor, parts)
+        attend_tiles(q, k, v, out.numpy(), scales, bias, *tiles, *lists, width, height, float(call.alpha), floor, parts)
     return out
 
 
@@ -68,6 +72,14 @@ def score_pair(query, other, block, scores, others):  # type: ignore[no-untyped-
             x0, x1, x2, x3 = k0[c], k1[c], k2[c], k3[c]
             scores[c] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
             others[c] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+
+
+@inline_kernel
+def add_bias(bias, keys, scores):  # type: ignore[no-untyped-def]
+    """The bias `[rows, all keys]` of the listed keys on top of their scores."""
+    for r in range(bias.shape[0]):
+        for c in range(keys.shape[0]):
+            scores[r, c] += bias[r, keys[c]]
 
 
 @inline_kernel
@@ -123,11 +135,14 @@ def row_weights(scores, top, alpha, step_floor, index, weight):  # type: ignore[
     if alpha == 1.5:
         n = entmax15_weights(scores, top, step_floor, index, weight)
     elif alpha == 1.0:
-        n = scores.shape[0]
+        n = 0
+        for c in range(scores.shape[0]):  # a later row's key has −inf here: left out, so it moves no bit of the sum
+            index[n] = c
+            weight[n] = scores[c]
+            n += scores[c] > -np.inf
         total = zero
         for c in range(n):
-            index[c] = c
-            weight[c] = np.exp(scores[c] - top)
+            weight[c] = np.exp(weight[c] - top)
             total += weight[c]
         for c in range(n):
             weight[c] /= total
@@ -179,9 +194,30 @@ def finish_row(scores, r, first_row, late, keys, v, alpha, step_floor, index, we
 
 @parallel_kernel
 def attend_tiles(  # type: ignore[no-untyped-def]
-    q, k, v, out, scales, batch, head, start, rows, offsets, keys, first_row, width, height, alpha, step_floor, parts
+    q,
+    k,
+    v,
+    out,
+    scales,
+    bias,
+    batch,
+    head,
+    start,
+    rows,
+    offsets,
+    keys,
+    first_row,
+    width,
+    height,
+    alpha,
+    step_floor,
+    parts,
 ):
-    """All tiles; part `p` takes every `parts`-th one, so that long and short lists are shared evenly."""
+    """All tiles; part `p` takes every `parts`-th one, so that long and short lists are shared evenly.
+
+    bias: `[batch or 1, heads, queries, keys]`, or of one number where there is none.
+    """
+    biased = bias.shape[2] > 1 or bias.shape[3] > 1
     group = q.shape[1] // k.shape[1]
     dims = (q.shape[3] + 3) // 4 * 4
     for p in prange(parts):
@@ -200,6 +236,8 @@ def attend_tiles(  # type: ignore[no-untyped-def]
                 load_keys(k_head, mine[low:high], block)
                 for r in range(0, n, 2):
                     score_pair(scaled[r], scaled[r + 1], block, scores[r, low:high], scores[r + 1, low:high])
+            if biased:
+                add_bias(bias[b if bias.shape[0] > 1 else 0, h, s : s + n], mine, scores)
             late = first.shape[0] > 0 and first.max() > 0
             for r in range(n):
                 line = scores[r, : mine.shape[0]]

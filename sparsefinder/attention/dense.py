@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
-from sparsefinder.attention.call import Call, without_padding
+from sparsefinder.attention.call import Call, asks_gradient, without_padding
 from sparsefinder.entmax import entmax
+from sparsefinder.shapes import item_bias
 
 CHUNK = 1 << 19  # scores at once: 2 MB, so that they are still in cache when the transform reads them
 
 
 def attend_all(call: Call) -> Tensor:
     """`[B, H, N, Dv]`. Differentiable where a gradient is asked for; then all scores of the batch are kept."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v, call.scales)):
+    if asks_gradient(call):
         return _with_gradient(call)
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[-1])
     for b in range(call.dims.batch):
@@ -25,6 +26,7 @@ def _with_gradient(call: Call) -> Tensor:
     # Query heads of one kv head side by side: grouped-query attention without copies of k and v.
     grouped = (q * call.scales[:, None, None]).reshape(dims.batch, dims.kv_heads, -1, dims.dim)
     scores = (grouped @ k.transpose(-1, -2)).view(dims.batch, dims.heads, dims.queries, dims.keys)
+    scores = scores if call.bias is None else scores + call.bias
     if _all_legal(call):
         p = entmax(scores, call.alpha)
     else:
@@ -34,7 +36,8 @@ def _with_gradient(call: Call) -> Tensor:
 
 
 def _all_legal(call: Call) -> bool:
-    return not call.legal.causal and bool(call.legal.query_real.all() and call.legal.key_real.all())
+    limited = call.legal.causal or call.legal.radius is not None
+    return not limited and bool(call.legal.query_real.all() and call.legal.key_real.all())
 
 
 def _item(call: Call, b: int, out: Tensor) -> None:
@@ -43,13 +46,16 @@ def _item(call: Call, b: int, out: Tensor) -> None:
     if rows.start == rows.stop or columns.start == columns.stop:
         return
     mask = _illegal(call, b, rows, columns)
+    bias = None if call.bias is None else item_bias(call.bias, b)[:, rows, columns]
     q = call.q[b, :, rows] * call.scales[:, None, None]
     k, v = call.k[b, :, columns], call.v[b, :, columns]
     if mask is not None:  # padding inside the stretch
         k, v = (x.masked_fill(~call.legal.key_real[b, columns, None], 0.0) for x in (k, v))
         q = q.masked_fill(~call.legal.query_real[b, rows, None], 0.0)
     keys, group = k.shape[1], call.dims.group
-    high = max(1, min(q.shape[1], CHUNK // keys))
+    if call.legal.radius is not None:  # a chunk of rows reaches no farther
+        keys = min(keys, 4 * (call.legal.radius + 1))
+    high = max(1, min(q.shape[1], CHUNK // keys if call.legal.radius is None else 2 * (call.legal.radius + 1)))
     wide = max(1, CHUNK // (keys * high))
     if group > 1:  # all query heads of one kv head, or one: a chunk must not straddle two of them
         wide = group if wide >= group else 1
@@ -58,9 +64,23 @@ def _item(call: Call, b: int, out: Tensor) -> None:
         kv = slice(h // group, (heads.stop - 1) // group + 1)
         for i in range(0, q.shape[1], high):
             part = slice(i, min(i + high, q.shape[1]))
-            scores = q[heads, part] @ k[kv].transpose(-1, -2)
-            p = _transform(scores, call.alpha, None if mask is None else mask[part])
-            out[b, heads, rows.start + part.start : rows.start + part.stop] = p @ v[kv]
+            near = _near(call, rows, columns, part)
+            scores = q[heads, part] @ k[kv, near].transpose(-1, -2)
+            if bias is not None:
+                scores += bias[heads, part, near]
+            p = _transform(scores, call.alpha, None if mask is None else mask[part, near])
+            out[b, heads, rows.start + part.start : rows.start + part.stop] = p @ v[kv, near]
+
+
+def _near(call: Call, rows: slice, columns: slice, part: slice) -> slice:
+    """Keys of the stretch that some row of this part of it may see."""
+    count, shift = columns.stop - columns.start, rows.start + call.legal.query_offset - columns.start
+    reach = call.legal.radius
+    low = 0 if reach is None else min(max(part.start + shift - reach, 0), count)
+    last = part.stop - 1 + shift
+    high = count if reach is None else last + reach + 1
+    high = min(high, last + 1) if call.legal.causal else high
+    return slice(low, max(min(high, count), low))
 
 
 def _stretch(real: Tensor) -> slice:
@@ -71,13 +91,12 @@ def _stretch(real: Tensor) -> slice:
 def _illegal(call: Call, b: int, rows: slice, columns: slice) -> Tensor | None:
     """True where a pair of the stretch is not legal; None where all are."""
     real_rows, real_columns = call.legal.query_real[b, rows], call.legal.key_real[b, columns]
-    if not call.legal.causal and bool(real_rows.all() and real_columns.all()):
+    i = torch.arange(rows.start, rows.stop, device=real_rows.device)[:, None]
+    visible = call.legal.visible(i, torch.arange(columns.start, columns.stop, device=real_rows.device)[None, :])
+    if visible is None and bool(real_rows.all() and real_columns.all()):
         return None
-    illegal = ~(real_rows[:, None] & real_columns[None, :])
-    if call.legal.causal:
-        i = torch.arange(rows.start, rows.stop, device=real_rows.device) + call.legal.query_offset
-        illegal |= torch.arange(columns.start, columns.stop, device=real_rows.device)[None, :] > i[:, None]
-    return illegal
+    legal = real_rows[:, None] & real_columns[None, :]
+    return ~legal if visible is None else (legal & visible).logical_not_()
 
 
 def _transform(scores: Tensor, alpha: float, illegal: Tensor | None) -> Tensor:

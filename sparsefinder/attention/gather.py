@@ -58,6 +58,9 @@ def _group(
     key, kv = plan.keys[at].long(), (h // dims.group)[:, None]
     queries = q[b[:, None], h[:, None], row] * call.scales[h][:, None, None]
     scores = queries @ k[b[:, None], kv, key].transpose(1, 2)
+    if call.bias is not None:
+        item = b if call.bias.shape[0] > 1 else torch.zeros_like(b)
+        scores = scores + call.bias[item[:, None, None], h[:, None, None], row[:, :, None], key[:, None, :]]
     may = listed[:, None, :] & (plan.first_row[at][:, None, :] <= r[None, :, None])
     p = entmax(scores, call.alpha, may)
     values = p @ v[b[:, None], kv, key]

@@ -6,7 +6,7 @@ Token-level predictors give a pattern, `Tiles` gives a plan; `layer_plan` and `l
 import itertools
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparsefinder.edges import Edges
@@ -129,7 +129,7 @@ def layer_plan(
     k: Float[Tensor, "B Hkv M D"],
     legal: Legal,
     positional: Pattern,
-    tile_size: int = 32,
+    tile_size: int | Int[Tensor, " H"] = 32,
     layer: int = 0,
 ) -> Plan:
     """The plan of predicted ∪ positional pairs, whatever kind the predictor is. Errors as in the predictors.

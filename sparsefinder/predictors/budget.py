@@ -13,6 +13,7 @@ from sparsefinder.errors import PatternError
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.content import InEdges
 from sparsefinder.patterns.legal import Legal
+from sparsefinder.predictors.assemble import require_heads
 from sparsefinder.predictors.projections import Item, Projections, Settings, item_scores, project_item
 
 
@@ -21,27 +22,35 @@ class RowBudget:
     """Row i keeps its `max(1, ceil(density * legal keys of row i))` best keys, by bilinear score or least distance.
 
     Of equal scores the earlier key counts, so a row holds exactly its budget; a row without legal keys holds none.
+    density: one number, or one per head, where 0 is a head that keeps nothing.
 
     Raises:
         PatternError: a density outside (0, 1].
+        ShapeError: not one density per head.
     """
 
     kind: ClassVar[str] = "budget"
     projections: Projections
-    density: float
+    density: float | Float[Tensor, " H"]
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.density <= 1.0:
+        if isinstance(self.density, Tensor):
+            require_heads("density", self.density, self.projections)
+            if not bool(((self.density >= 0) & (self.density <= 1)).all()):
+                raise PatternError(f"density: expected fractions in [0, 1], got {self.density.tolist()}")
+        elif not 0.0 < self.density <= 1.0:
             raise PatternError(f"density: expected a fraction in (0, 1], got {self.density}")
 
     def pattern(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal) -> Pattern:
         """The chosen pairs, as explicit edges (`density` of the legal pairs), made one head at a time."""
         found: list[Tensor] = []
+        densities = torch.as_tensor(self.density, dtype=torch.float64).expand(self.projections.heads).tolist()
         for b in range(q.shape[0]):
             item = project_item(self.projections, q, k, legal, b)
             visible = _visible(item, legal)
             for head in range(self.projections.heads):
-                i, j = best_keys(item_scores(self.projections.form, item, head), visible, self.density)
+                seen = visible if densities[head] > 0 else torch.zeros_like(visible)
+                i, j = best_keys(item_scores(self.projections.form, item, head), seen, densities[head])
                 found.append(item.rows[i] * k.shape[2] + item.columns[j])
         counts = torch.tensor([0] + [edges.shape[0] for edges in found], device=q.device)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -49,16 +58,19 @@ class RowBudget:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Parameters by name."""
-        return self.projections.to_tensors()
+        own = {"density": self.density} if isinstance(self.density, Tensor) else {}
+        return {**own, **self.projections.to_tensors()}
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """What is not a tensor."""
-        return {"density": self.density, **self.projections.settings()}
+        shared = None if isinstance(self.density, Tensor) else self.density
+        return {"density": shared, **self.projections.settings()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], settings: Settings) -> "RowBudget":
         """The inverse of `to_tensors` and `settings`; KeyError names what is missing."""
-        return cls(Projections.from_tensors(tensors, settings), float(settings["density"]))  # type: ignore[arg-type]
+        shared = tensors["density"] if "density" in tensors else float(settings["density"])  # type: ignore[arg-type]
+        return cls(Projections.from_tensors(tensors, settings), shared)
 
 
 def _visible(item: Item, legal: Legal) -> Int[Tensor, " n"]:

@@ -128,13 +128,17 @@ def score_row(summary, low, column, t, size, weight, logs, bits, powers, row):  
 
 
 @parallel_kernel
-def score_tiles(sequences, real, span, sizes, maps, linear, weight, logs, before, causal, metric, unit, out):  # type: ignore[no-untyped-def]
+def score_tiles(  # type: ignore[no-untyped-def]
+    sequences, real, span, sizes, maps, linear, weight, logs, before, place, causal, metric, unit, out
+):
     """`out [B, H, T, M]`, −inf everywhere before: normalised scores of every tile and visible key.
 
     sequences: q and k. real: which tokens are, of both. span: first and last real key of each item. maps: `q_map`,
     `k_map`, `q_bias`, `k_bias`. linear: `[H, D]` or `[H, 0]`. logs: `log(1 + distance)`. before: queries
-    before a causal tile's first one that its summary includes.
+    before a causal tile's first one that its summary includes. place: at which key the first query sits, and the tile
+    of each item and head that `out` begins with; none is scored where that is negative.
     """
+    offset, first_tile = place
     (q, k), (q_real, k_real), (first, last), (q_map, k_map, q_bias, k_bias) = sequences, real, span, maps
     heads, tokens, dim, rank = q.shape[1], q.shape[2], q.shape[3], q_map.shape[1]
     group = heads // k.shape[1]
@@ -148,14 +152,15 @@ def score_tiles(sequences, real, span, sizes, maps, linear, weight, logs, before
         mean, summary = np.empty(dim, np.float32), np.empty(rank, np.float32)
         bits = np.empty(m, np.int32)
         powers = bits.view(np.float32)
-        for t in range(out.shape[2]):
+        for at in range(out.shape[2] if first_tile[b, h] >= 0 else 0):
+            t = first_tile[b, h] + at
             start = begin + t * size
-            low_row = max(begin, start - before) if causal else start
-            high_row = min(tokens, start + 1 if causal else start + size)
+            low_row = (max(begin, start - before) if causal else start) - offset
+            high_row = min(tokens, (start + 1 if causal else start + size) - offset)
             if summarize_tile(q[b, h], q_real[b], low_row, high_row, mean):
                 project_vector(mean, q_map[h], q_bias[h], unit, summary)
                 if metric:  # −‖s − k‖² = 2 s·k − ‖k‖² + what is the same for the whole row
                     summary += summary
                 seen = min(m, t * size + 1) if causal else m
-                row = out[b, h, t, begin : begin + seen]
+                row = out[b, h, at, begin : begin + seen]
                 score_row(summary, low, column, t, size, weight[h], logs, bits, powers, row)

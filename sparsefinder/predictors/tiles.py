@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from sparsefinder.errors import PatternError, ShapeError
@@ -29,11 +29,16 @@ from sparsefinder.predictors.projections import (
 from sparsefinder.shapes import head_tiles
 
 QUERIES_BEFORE = 7
+NO_KEY = float(np.finfo(np.float32).max)  # thresholds are finite, since artifacts hold finite numbers only
+EVERY_KEY = -NO_KEY
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
     """A tile reads the keys whose log-share `score − logsumexp` reaches `threshold`, or its `keys_per_tile` best keys.
+
+    threshold: one number, or one per head: `EVERY_KEY` for a head that stays dense, `NO_KEY` for one that needs nothing
+        beside the positional pattern.
 
     Bidirectional: the summary of a tile is the mean of its own queries, and it may see every real key.
     Causal: the list is fixed when the tile opens. The summary is the mean of its first query and the `queries_before`
@@ -44,12 +49,12 @@ class Tiles:
 
     Raises:
         PatternError: not exactly one of `threshold` and `keys_per_tile`, or a count below 1.
-        ShapeError: not one distance weight per head.
+        ShapeError: not one distance weight or threshold per head.
     """
 
     kind: ClassVar[str] = "tiles"
     projections: Projections
-    threshold: float | None = None
+    threshold: float | Float[Tensor, " H"] | None = None
     keys_per_tile: int | None = None
     distance_weight: Float[Tensor, " H"] | None = None
     queries_before: int = QUERIES_BEFORE
@@ -61,6 +66,8 @@ class Tiles:
             raise PatternError(f"keys_per_tile: expected at least 1, got {self.keys_per_tile}")
         if self.queries_before < 0:
             raise PatternError(f"queries_before: expected at least 0, got {self.queries_before}")
+        if isinstance(self.threshold, Tensor):
+            require_heads("threshold", self.threshold, self.projections)
         if self.distance_weight is not None:
             require_heads("distance_weight", self.distance_weight, self.projections)
 
@@ -81,25 +88,31 @@ class Tiles:
             NonFiniteError: NaN in a real token.
         """
         scores = normalized_scores(self, q, k, legal, tile_size)
-        rule = ScoreAtLeast(self.threshold) if self.threshold is not None else KeysPerTile(self.keys_per_tile or 0)
+        rule = KeysPerTile(self.keys_per_tile or 0) if self.threshold is None else ScoreAtLeast(_number(self.threshold))
         return plan_from_tile_scores(scores, rule, positional, legal, tile_size, ctx)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Parameters by name."""
-        own = {} if self.distance_weight is None else {"distance_weight": self.distance_weight}
-        return {**own, **self.projections.to_tensors()}
+        own = {"distance_weight": self.distance_weight, "threshold": self.threshold}
+        tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
+        return {**tensors, **self.projections.to_tensors()}
 
     def settings(self) -> dict[str, str | int | float | bool | None]:
         """What is not a tensor."""
-        cut = {"threshold": self.threshold, "keys_per_tile": self.keys_per_tile, "queries_before": self.queries_before}
+        shared = None if isinstance(self.threshold, Tensor) else self.threshold
+        cut = {"threshold": shared, "keys_per_tile": self.keys_per_tile, "queries_before": self.queries_before}
         return {**cut, **self.projections.settings()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], settings: Settings) -> "Tiles":
         """The inverse of `to_tensors` and `settings`; KeyError names what is missing."""
         projections = Projections.from_tensors(tensors, settings)
-        cut = (settings["threshold"], settings["keys_per_tile"])
+        cut = (tensors.get("threshold", settings["threshold"]), settings["keys_per_tile"])
         return cls(projections, *cut, tensors.get("distance_weight"), int(settings["queries_before"]))  # type: ignore[arg-type]
+
+
+def _number(threshold: float | Tensor) -> float | tuple[float, ...]:
+    return tuple(threshold.tolist()) if isinstance(threshold, Tensor) else threshold
 
 
 def tile_means(
@@ -112,19 +125,22 @@ def tile_means(
     return torch.stack([q[..., low:high, :].mean(-2) for low, high in spans], -2)
 
 
-def log_distance(tiles: int, keys: int, tile_size: int) -> Float[Tensor, "T m"]:
+def log_distance(tiles: int | Int[Tensor, " T"], keys: int, tile_size: int) -> Float[Tensor, "T m"]:
     """`log(1 + d)`, d in tokens from a key to the nearest row of the tile (0 inside it), both counted from the first
-    real token."""
-    start = torch.arange(tiles)[:, None] * tile_size
+    real token. tiles: how many, or which."""
+    start = _which(tiles)[:, None] * tile_size
     key = torch.arange(keys)[None, :]
     return torch.log1p(torch.maximum(start - key, key - (start + tile_size - 1)).clamp(min=0).float())
 
 
-def visible_keys(tiles: int, keys: int, tile_size: int, causal: bool) -> Bool[Tensor, "T m"]:
+def visible_keys(tiles: int | Int[Tensor, " T"], keys: int, tile_size: int, causal: bool) -> Bool[Tensor, "T m"]:
     """Keys that tile t's choice and normaliser may see: all, or (causal) those up to its first row."""
-    if not causal:
-        return torch.ones(tiles, keys, dtype=torch.bool)
-    return torch.arange(keys)[None, :] <= torch.arange(tiles)[:, None] * tile_size
+    start = _which(tiles)[:, None] * tile_size
+    return torch.arange(keys)[None, :] <= start if causal else torch.ones(start.shape[0], keys, dtype=torch.bool)
+
+
+def _which(tiles: int | Tensor) -> Tensor:
+    return tiles if isinstance(tiles, Tensor) else torch.arange(tiles)
 
 
 def tile_scores(
@@ -134,11 +150,12 @@ def tile_scores(
     k: Float[Tensor, "B Hkv m D"],
     tile_size: int,
     causal: bool = False,
+    which: Int[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "B H T m"]:
     """Score minus its logsumexp over the visible keys (`exp` sums to one), −inf for the others. Differentiable.
 
     The definition, and what training uses. Items must have equal length and no padding. For metric projections the
-    score is `−‖s'_t − k'_j‖²`.
+    score is `−‖s'_t − k'_j‖²`. which: the tiles that the means are of; the first ones where it is not given.
     """
     keys = expand_heads(k, projections.heads)
     if means.shape[1] != projections.heads or means.shape[-1] != projections.q_map.shape[2]:
@@ -152,7 +169,7 @@ def tile_scores(
     else:
         column = (keys @ projections.k_linear[:, :, None]).squeeze(-1)
     scores = summary @ low_k.transpose(-1, -2) + column[..., None, :]
-    tiles, count = scores.shape[-2:]
+    tiles, count = scores.shape[-2] if which is None else which, scores.shape[-1]
     if distance_weight is not None:
         scores = scores + distance_weight[:, None, None] * log_distance(tiles, count, tile_size).to(scores)
     hidden = ~visible_keys(tiles, count, tile_size, causal).to(scores.device)
@@ -177,12 +194,26 @@ def normalized_scores(
     sizes = head_tiles(tile_size, tiles.projections.heads)
     shape = (q.shape[0], q.shape[1], tile_count(legal, min(sizes)), k.shape[2])
     out = torch.full(shape, -torch.inf, device=q.device)
-    fill = _fill_cpu if q.device.type == "cpu" else _fill_by_item
-    fill(tiles, q.detach().float(), k.detach().float(), legal, sizes, out)
+    if q.device.type != "cpu":
+        _fill_by_item(tiles, q.detach().float(), k.detach().float(), legal, sizes, out)
+    else:
+        fill_cpu(tiles, q, k, legal, sizes, torch.zeros(shape[:2], dtype=torch.int64), out)
     return out
 
 
-def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int, ...], out: Tensor) -> None:
+def fill_cpu(
+    tiles: Tiles,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    legal: Legal,
+    sizes: tuple[int, ...],
+    first_tile: Int64[Tensor, "B H"],
+    out: Float[Tensor, "B H T M"],
+) -> None:
+    """Write the scores of the tiles from `first_tile` on (none where it is negative) into `out`, elsewhere left alone.
+
+    The queries begin at key `legal.query_offset`; those that the summaries need must be among them.
+    """
     from sparsefinder.predictors.tile_kernels import score_tiles  # numba is needed on the CPU only
 
     maps, heads = tiles.projections, tiles.projections.heads
@@ -190,9 +221,9 @@ def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int
     last = torch.where(legal.key_real, keys, -1).amax(-1)
     linear = torch.zeros(heads, 0) if maps.k_linear is None else maps.k_linear
     weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
-    logs = torch.log1p(torch.arange(k.shape[2] + 1, dtype=torch.float32))
+    logs = torch.log1p(torch.arange(max(q.shape[2], k.shape[2]) + 1, dtype=torch.float32))
     parts = (
-        (q, k),
+        (q.detach().float(), k.detach().float()),
         (legal.query_real, legal.key_real),
         (first_real(legal), last),
         torch.tensor(sizes),
@@ -202,7 +233,8 @@ def _fill_cpu(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int
         logs,
     )
     arrays = (_numpy(x) if isinstance(x, Tensor) else tuple(_numpy(y) for y in x) for x in parts)
-    score_tiles(*arrays, tiles.queries_before, legal.causal, maps.form == "metric", maps.unit, out.numpy())
+    place = (legal.query_offset, _numpy(first_tile))
+    score_tiles(*arrays, tiles.queries_before, place, legal.causal, maps.form == "metric", maps.unit, out.numpy())
 
 
 def _numpy(x: Tensor) -> np.ndarray:
