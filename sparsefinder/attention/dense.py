@@ -58,9 +58,18 @@ def _item(call: Call, b: int, out: Tensor) -> None:
         kv = slice(h // group, (heads.stop - 1) // group + 1)
         for i in range(0, q.shape[1], high):
             part = slice(i, min(i + high, q.shape[1]))
-            scores = q[heads, part] @ k[kv].transpose(-1, -2)
-            p = _transform(scores, call.alpha, None if mask is None else mask[part])
-            out[b, heads, rows.start + part.start : rows.start + part.stop] = p @ v[kv]
+            seen = slice(0, _visible(call, rows.start + part.stop, columns))
+            if seen.stop == 0:
+                continue
+            scores = q[heads, part] @ k[kv, seen].transpose(-1, -2)
+            p = _transform(scores, call.alpha, None if mask is None else mask[part, seen])
+            out[b, heads, rows.start + part.start : rows.start + part.stop] = p @ v[kv, seen]
+
+
+def _visible(call: Call, end: int, columns: slice) -> int:
+    """How many of the columns any row before `end` may see: in a causal layer not the later ones."""
+    last = min(columns.stop, end + call.legal.query_offset) if call.legal.causal else columns.stop
+    return max(0, last - columns.start)
 
 
 def _stretch(real: Tensor) -> slice:
