@@ -86,8 +86,11 @@ def layer_points(
 
 def point_curves(points: Points) -> list[Curve]:
     """The curve of every head, of the pairs that its plan computes."""
-    rows = zip(points.threshold, 1 - points.density, points.recall, strict=True)
-    return [Curve(*(torch.from_numpy(part.copy()) for part in row), forced=True) for row in rows]
+    found = []
+    for row in zip(points.threshold, 1 - points.density, points.recall, strict=True):
+        threshold, sparsity, recall = (torch.from_numpy(part.copy()) for part in row)
+        found.append(Curve(threshold, sparsity, recall, forced=True))
+    return found
 
 
 def cuttable(predictor: Predictor) -> Cuttable:

@@ -68,8 +68,8 @@ def _item(call: Call, b: int, out: Tensor) -> None:
 
 def _visible(call: Call, end: int, columns: slice) -> int:
     """How many of the columns any row before `end` may see: in a causal layer not the later ones."""
-    last = min(columns.stop, end + call.legal.query_offset) if call.legal.causal else columns.stop
-    return max(0, last - columns.start)
+    last: int = min(columns.stop, end + call.legal.query_offset) if call.legal.causal else columns.stop
+    return max(0, last - int(columns.start))
 
 
 def _stretch(real: Tensor) -> slice:
