@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from sparsefinder.artifact import load, save
 from sparsefinder.predictors import Tiles
 from sparsefinder.predictors.tiles import EVERY_KEY, NO_KEY
+from training import fit as fit_module
 from training.calibrate import choose, one_budget, one_threshold, thresholds_at
 from training.cli import app
-from training.config import Target, run_config, smollm2
+from training.config import FitConfig, Target, run_config, smollm2
 from training.extract import read_layer, read_manifest, read_values
 from training.points import Points
+from training.threads import LONG, over_layers
 
 WORDS = [f"w{n}" for n in range(40)]
 
@@ -149,3 +151,35 @@ def test_teachers_may_have_a_configuration_of_their_own():
     assert run_config("smollm2") == smollm2()
     assert (smollm2().extract.alpha, smollm2().extract.tokens, smollm2().target) == (1.0, 2048, Target("density", 0.25))
     assert run_config("minilm").target is None
+
+
+def test_an_interrupted_fit_goes_on_with_the_next_layer(run, tmp_path, monkeypatch):
+    out, _ = run
+    config, seen = replace(FitConfig(steps=2, tile_size=8, window_size=3), seed=1), []
+    real = fit_module.train_layer
+
+    def train(data, own, objective, rank, layer, on_step):
+        if layer == 1 and len(seen) == 1:
+            raise KeyboardInterrupt
+        seen.append(layer)
+        return real(data, own, objective, rank, layer, on_step)
+
+    monkeypatch.setattr(fit_module, "train_layer", train)
+    splits = out / "shards" / "train", out / "shards" / "heldout"
+    with pytest.raises(KeyboardInterrupt):
+        fit_module.fit(*splits, config, keep=tmp_path)
+    seen.append(None)
+    resumed = fit_module.fit(*splits, config, keep=tmp_path)
+    assert seen == [0, None, 1]
+    whole = fit_module.fit(*splits, config)
+    for a, b in zip(resumed.layers, whole.layers, strict=True):
+        assert torch.equal(a.projections.q_map, b.projections.q_map)
+        assert a.threshold == b.threshold
+    assert all(path.suffix == ".safetensors" for path in tmp_path.iterdir())
+    fit_module.fit(*splits, replace(config, seed=2), keep=tmp_path)
+    assert seen[5:] == [0, 1]  # another configuration is another file
+
+
+def test_layers_beside_each_other_come_in_order():
+    assert list(over_layers(lambda layer: layer * 10, 7, tokens=LONG)) == [0, 10, 20, 30, 40, 50, 60]
+    assert list(over_layers(lambda layer: layer, 3, tokens=8)) == [0, 1, 2]

@@ -23,6 +23,7 @@ from training.config import Target
 from training.extract import read_layer, read_manifest, read_values
 from training.fit import calibration_items, measuring_items
 from training.points import Cuttable, Points, cuttable, layer_points
+from training.threads import over_layers, single_thread
 
 CURVE_DENSITIES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 BUDGET_HAIR = 1e-6
@@ -87,14 +88,18 @@ def calibrate(
     served = [cuttable(predictor) for predictor in predictors]
 
     def pass_over(what: str, items: list[int], thresholds: list[Float64[np.ndarray, "H P"]] | None) -> list[Points]:
-        found = []
-        for layer, predictor in enumerate(served):
+        def work(layer: int) -> Points:
             data, values = read_layer(heldout, layer, manifest), read_values(heldout, layer, manifest)
             cut = None if thresholds is None else thresholds[layer]
-            found.append(
-                layer_points(predictor, data, items, positional, tile_size, values=values, thresholds=cut)
+            return layer_points(
+                served[layer], data, items, positional, tile_size, values=values, thresholds=cut
             )  # fmt: skip
-            on_layer(what, layer + 1, len(served))
+
+        found = []
+        with single_thread():
+            for part in over_layers(work, len(served), manifest["tokens"]):
+                found.append(part)
+                on_layer(what, len(found), len(served))
         return found
 
     points = pass_over("calibrate", calibration_items(manifest["instances"]), None)

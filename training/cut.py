@@ -5,7 +5,7 @@ All pairs are sorted once by score; every cut is then a point of the curve. Inst
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +90,28 @@ def cut_at(curve: Curve, *, recall: float | None = None, sparsity: float | None 
 def threshold_at(curve: Curve, *, recall: float | None = None, sparsity: float | None = None) -> float:
     """The threshold of `cut_at`."""
     return float(curve.threshold[cut_at(curve, recall=recall, sparsity=sparsity)])
+
+
+def shared_threshold(curves: Sequence[Curve], target: Mapping[str, float | None]) -> float:
+    """One threshold for all heads and layers on the normalised score (design, section 5.3), by bisection on the mean
+    of the heads' curves."""
+    low, high = -50.0, 1.0  # scores are logarithms of shares
+    for _ in range(40):
+        middle = (low + high) / 2
+        sparsity, recall = _mean_at(curves, middle)
+        wanted = target["recall"]
+        too_sparse = recall < wanted if wanted is not None else sparsity >= (target["sparsity"] or 0.0)
+        low, high = (low, middle) if too_sparse else (middle, high)
+    return low if target["recall"] is not None else high
+
+
+def _mean_at(curves: Sequence[Curve], threshold: float) -> tuple[float, float]:
+    sparsity, recall = 0.0, 0.0
+    for c in curves:
+        at = int((c.threshold >= threshold).sum()) - 1
+        sparsity += float(c.sparsity[at]) if at >= 0 else 1.0
+        recall += float(c.recall[at]) if at >= 0 else 0.0
+    return sparsity / len(curves), recall / len(curves)
 
 
 def recalls_at(curve: Curve, sparsities: Sequence[float] = CURVE_POINTS) -> list[float]:

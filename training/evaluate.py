@@ -10,7 +10,7 @@ from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.predictors import Predictor, Tiles, layer_pattern, layer_plan
 from training.extract import LayerData, read_layer, read_manifest
 from training.fit import measuring_items
-from training.threads import single_thread
+from training.threads import over_layers, single_thread
 
 BATCH = 4
 
@@ -36,12 +36,16 @@ def evaluate(
     if manifest["layers"] != len(predictors):
         raise DataError(f"evaluate: expected shards of {len(predictors)} layers, got {manifest['layers']}")
     items = measuring_items(manifest["instances"], instances)
+
+    def work(layer: int) -> HeadCounts:
+        data = read_layer(heldout, layer, manifest)
+        return layer_counts(data, predictors[layer], positional, tile_size, set_name, items, layer)
+
     layers = []
     with single_thread():
-        for layer, predictor in enumerate(predictors):
-            data = read_layer(heldout, layer, manifest)
-            layers.append(layer_counts(data, predictor, positional, tile_size, set_name, items, layer))
-            on_layer(layer + 1, len(predictors))
+        for counted in over_layers(work, len(predictors), manifest["tokens"]):
+            layers.append(counted)
+            on_layer(len(layers), len(predictors))
     return summarize(layers)
 
 

@@ -121,7 +121,7 @@ def extract(
         path = folder / shard_name(number)
         if not path.exists():
             tensors = extract_batch(teacher, attached, part, manifest["tokens"], manifest.get("values", False))
-            _write_shard(path, tensors)
+            write_tensors(path, tensors)
             written += 1
         on_shard(number + 1, len(parts))
     return written
@@ -269,10 +269,11 @@ def _write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
+    """A safetensors file that appears whole or not at all. DataError where it cannot be written."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary)
+        save_file(tensors, temporary, about)
         temporary.replace(path)
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be written ({error})") from None

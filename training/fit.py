@@ -1,5 +1,6 @@
 """From extracted graphs to predictors: maps, centroids, thresholds, and the artifact that holds them."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,13 +18,14 @@ from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.predictors import Clusters, Distance, Predictor, Projections, RowBudget, Score, Tiles, mixed_share
 from sparsefinder.predictors.projections import expand_heads, project_keys, project_queries
 from training.config import CLUSTER_COUNTS, FitConfig, Objective
-from training.cut import CURVE_POINTS, Curve, curve, recalls_at, threshold_at
+from training.cut import CURVE_POINTS, Curve, curve, recalls_at, shared_threshold, threshold_at
 from training.extract import LayerData, read_layer, read_manifest
+from training.fit_files import KeptMaps
 from training.kmeans import POINTS_PER_CLUSTER, kmeans
 from training.maps import head_samples
-from training.points import Points, layer_points
+from training.points import layer_points, point_curves
 from training.scores import cluster_parts, legal_of, pair_parts, tile_parts
-from training.threads import single_thread
+from training.threads import over_layers, single_thread
 from training.train_maps import Trained, train_layer
 
 CALIBRATION_INSTANCES = 8  # every other held-out instance, at most so many; the rest is for measuring
@@ -73,38 +75,53 @@ def measuring_items(instances: int, count: int | None = None) -> list[int]:
 
 
 def fit(
-    train: Path, heldout: Path, config: FitConfig, on_progress: OnProgress = lambda what, done, total: None
+    train: Path,
+    heldout: Path,
+    config: FitConfig,
+    on_progress: OnProgress = lambda what, done, total: None,
+    keep: Path | None = None,
 ) -> Fitted:
     """Train every (objective, rank) that the configuration names, layer after layer, and cut them on held-out text.
 
+    keep: folder where the maps of every finished layer are kept, so that an interrupted fit goes on from there.
+
     Raises:
-        DataError: the splits are missing, of different teachers, or too small for the clusters.
+        DataError: the splits are missing, of different teachers, or too small for the clusters; `keep` is no folder.
     """
     with single_thread():
-        return _fit(train, heldout, config, on_progress)
+        return _fit(train, heldout, config, on_progress, keep)
 
 
-def _fit(train: Path, heldout: Path, config: FitConfig, on_progress: OnProgress) -> Fitted:
+def _fit(train: Path, heldout: Path, config: FitConfig, on_progress: OnProgress, keep: Path | None) -> Fitted:
     manifest = _same_teacher(read_manifest(train), read_manifest(heldout))
     wanted = list(dict.fromkeys([(config.objective, config.rank), *config.also]))
     trained: dict[str, list[Trained]] = {name_of(*pair): [] for pair in wanted}
     cuts: dict[str, list[_Cut]] = {name: [] for name in trained}
     total = manifest["layers"] * len(wanted) * config.steps
-    done = 0
-    for layer in range(manifest["layers"]):
-        data, held = read_layer(train, layer), read_layer(heldout, layer)
+    done = itertools.count(1)
+    files = None if keep is None else KeptMaps(keep, train, heldout)
+
+    def work(layer: int) -> list[tuple[str, Trained, _Cut]]:
+        data, held, found = read_layer(train, layer), read_layer(heldout, layer), []
         for objective, rank in wanted:
-            name = name_of(objective, rank)
+            name, own = name_of(objective, rank), _own_config(config, objective, rank)
 
             def on_step(what: str = f"{name}, layer {layer}") -> None:
-                nonlocal done
-                done += 1
-                on_progress(what, done, total)
+                on_progress(what, next(done), total)
 
-            own = _own_config(config, objective, rank)
-            trained[name].append(train_layer(data, own, objective, rank, layer, on_step))
-            cuts[name].append(_cut(trained[name][-1], data, held, own))
-            _require_reachable(cuts[name][-1], own)
+            maps = files.read(layer, own) if files else None
+            if maps is None:
+                maps = train_layer(data, own, objective, rank, layer, on_step)
+                if files:
+                    files.write(layer, own, maps)
+            found.append((name, maps, _cut(maps, data, held, own)))
+            _require_reachable(found[-1][2], own)
+        return found
+
+    for found in over_layers(work, manifest["layers"], manifest["tokens"]):
+        for name, maps, cut in found:
+            trained[name].append(maps)
+            cuts[name].append(cut)
     return _assemble(config, wanted, trained, cuts)
 
 
@@ -227,37 +244,10 @@ def _assemble(
 def _predictors(config: FitConfig, trained: list[Trained], cuts: list[_Cut]) -> tuple[Predictor, ...]:
     if all(cut.predictor is not None for cut in cuts):
         return tuple(cut.predictor for cut in cuts if cut.predictor is not None)
-    shared = _shared_threshold(cuts, {"recall": config.recall, "sparsity": config.sparsity})
+    shared = shared_threshold(
+        [c for cut in cuts for c in cut.curves], {"recall": config.recall, "sparsity": config.sparsity}
+    )
     return tuple(Tiles(part.projections, shared, distance_weight=part.distance_weight) for part in trained)
-
-
-def point_curves(points: Points) -> list[Curve]:
-    """The curve of every head, of the pairs that its plan computes."""
-    rows = zip(points.threshold, 1 - points.density, points.recall, strict=True)
-    return [Curve(*(torch.from_numpy(part.copy()) for part in row), forced=True) for row in rows]
-
-
-def _shared_threshold(cuts: list[_Cut], target: Mapping[str, float | None]) -> float:
-    """One threshold for all heads and layers on the normalised score (design, section 5.3), by bisection on the mean
-    of the heads' curves."""
-    curves = [c for cut in cuts for c in cut.curves]
-    low, high = -50.0, 1.0  # scores are logarithms of shares
-    for _ in range(40):
-        middle = (low + high) / 2
-        sparsity, recall = _mean_at(curves, middle)
-        wanted = target["recall"]
-        too_sparse = recall < wanted if wanted is not None else sparsity >= (target["sparsity"] or 0.0)
-        low, high = (low, middle) if too_sparse else (middle, high)
-    return low if target["recall"] is not None else high
-
-
-def _mean_at(curves: list[Curve], threshold: float) -> tuple[float, float]:
-    sparsity, recall = 0.0, 0.0
-    for c in curves:
-        at = int((c.threshold >= threshold).sum()) - 1
-        sparsity += float(c.sparsity[at]) if at >= 0 else 1.0
-        recall += float(c.recall[at]) if at >= 0 else 0.0
-    return sparsity / len(curves), recall / len(curves)
 
 
 def _tile_thresholds(name: str, known: Mapping[str, tuple[Tensor, ...]], tiles: Tiles) -> dict[str, tuple[Tensor, ...]]:

@@ -122,16 +122,17 @@ def fit_artifact(
     out: Path,
     on_progress: OnProgress,
     target: Target | None = None,
+    keep: Path | None = None,
 ) -> tuple[Card, dict[SetName, Report]]:
     """Fit on extracted shards, measure on held-out instances, write the artifact; the delta is taken along.
 
-    target: measuring is left to the calibration, which replaces the cut.
+    target: measuring is left to the calibration, which replaces the cut. keep: where finished layers are kept.
 
     Raises:
         DataError: shards that are missing, incomplete or too few. ArtifactError: the artifact cannot be written.
     """
     started = time.perf_counter()
-    fitted = fit(shards / "train", shards / "heldout", config, on_progress)
+    fitted = fit(shards / "train", shards / "heldout", config, on_progress, keep)
     reports = {} if target else measure(shards / "heldout", fitted.layers, config, on_progress)
     base = load(extract_config.artifact) if extract_config.artifact else None
     card = _card(config, extract_config, read_manifest(shards / "train"), base, fitted, reports)
@@ -176,7 +177,7 @@ def run(config: RunConfig, out: Path, on_progress: OnProgress) -> tuple[Card, di
     """Extract to `out/shards`, fit, calibrate where there is a target, evaluate, and write to `out/artifact`."""
     extract_splits(config.extract, open_teacher(config.extract), out / "shards", on_progress)
     parts = (config.fit, config.extract, out / "shards", out / "artifact", on_progress)
-    fitted = fit_artifact(*parts, target=config.target)
+    fitted = fit_artifact(*parts, target=config.target, keep=out / "fit")
     if config.target is None:
         return fitted
     card, reports, _ = calibrate_artifact(out / "artifact", out / "shards", config.target, on_progress)

@@ -22,6 +22,7 @@ from sparsefinder.plan import build_plan, plan_matrix
 from sparsefinder.predictors import Distance, Predictor, RowBudget, Score, Tiles
 from sparsefinder.predictors.projections import item_scores, project_item
 from sparsefinder.predictors.tiles import normalized_scores
+from training.cut import Curve
 from training.extract import LayerData
 from training.point_kernels import level_sums
 from training.scores import legal_of, row_ranks
@@ -81,6 +82,15 @@ def layer_points(
         for head in range(heads):
             found[:, at, head] = _head(item, head, scores[head][item.score_rows(scores[head])], thresholds[head])
     return Points(thresholds, *_means(found))
+
+
+def point_curves(points: Points) -> list[Curve]:
+    """The curve of every head, of the pairs that its plan computes."""
+    found = []
+    for row in zip(points.threshold, 1 - points.density, points.recall, strict=True):
+        threshold, sparsity, recall = (torch.from_numpy(part.copy()) for part in row)
+        found.append(Curve(threshold, sparsity, recall, forced=True))
+    return found
 
 
 def cuttable(predictor: Predictor) -> Cuttable:

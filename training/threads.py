@@ -1,9 +1,17 @@
 """Fitting and measuring work on many small tensors: one torch thread is fastest there."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+LONG = 1024  # tokens from which on a layer's tensors are large enough that threads do not wait for the interpreter
+MOST = 4  # layers at once, each with its shards in memory
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -19,3 +27,19 @@ def single_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def over_layers(work: Callable[[int], T], layers: int, tokens: int) -> Iterator[T]:
+    """`work(0), work(1), …` in order; of long texts several layers at once, as many as there are cores, at most four.
+
+    What `work` returns must not depend on what runs beside it; each layer draws from a generator of its own.
+    """
+    workers = 1 if tokens < LONG else min(os.cpu_count() or 1, MOST, layers)
+    if workers == 1:
+        yield from map(work, range(layers))
+        return
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(work, range(layers))
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C the layers that have begun are still finished

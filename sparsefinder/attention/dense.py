@@ -65,6 +65,8 @@ def _item(call: Call, b: int, out: Tensor) -> None:
         for i in range(0, q.shape[1], high):
             part = slice(i, min(i + high, q.shape[1]))
             near = _near(call, rows, columns, part)
+            if near.start == near.stop:
+                continue
             scores = q[heads, part] @ k[kv, near].transpose(-1, -2)
             if bias is not None:
                 scores += bias[heads, part, near]
