@@ -78,7 +78,7 @@ def test_gold_recall_and_reach_against_a_walk_over_the_pairs():
 
 def test_copy_loss_and_accuracy_look_at_the_targets_only():
     task = Copying(3, 4)
-    ids, targets = copy_batch(task, 2, seeded())
+    _, targets = copy_batch(task, 2, seeded())
     logits = torch.full((2, 2, task.tokens, task.vocabulary), -50.0)
     for b in range(2):
         for i in range(task.tokens):

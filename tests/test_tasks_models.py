@@ -1,4 +1,4 @@
-"""Small models of the tasks: their attention against loops written from the definitions, models that share no gradient."""
+"""Small models of the tasks: attention against loops written from the definitions; models that share no gradient."""
 
 import itertools
 import math

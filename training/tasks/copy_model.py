@@ -60,9 +60,7 @@ def sinusoids(tokens: int, width: int) -> Float[Tensor, "n D"]:
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
 
 
-def pattern_masks(
-    patterns: Sequence[Pattern], layers: int, heads: int, tokens: int
-) -> Bool[Tensor, "G L H n n"]:
+def pattern_masks(patterns: Sequence[Pattern], layers: int, heads: int, tokens: int) -> Bool[Tensor, "G L H n n"]:
     """What each model's layers and heads may read, for patterns that do not look at q and k."""
     legal = legal_full(1, tokens, tokens)
 

@@ -1,4 +1,4 @@
-"""Which patterns are trained on the copying task, at two densities, and what a learned one finds under a dense teacher."""
+"""Patterns that are trained on the copying task, at two densities, and what learned ones find under a teacher."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from training.tasks.together import OnStep, Schedule, train_together
 from training.train_maps import train_layer
 
 DENSE = "~window(0)"
+SCHEDULE = Schedule(400, 1e-2)
 ALPHA = 1.5
 
 # One query reads about 1/8 (thin) or 1/4 (wide) of the 126 tokens. The stride 8 does not divide the distance 63 that
@@ -59,7 +60,7 @@ class CopySize:
     width: int = 64
     batch: int = 8
     test_texts: int = 32
-    schedule: Schedule = Schedule(400, 1e-2)
+    schedule: Schedule = SCHEDULE
     entmax_steps: int = 80
 
 

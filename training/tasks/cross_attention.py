@@ -68,7 +68,9 @@ def by_budgets(budgets: Sequence[RowBudget]) -> PatternFor:
     return lambda call: budgets[call.layer].pattern(call.q, call.k, call.legal)
 
 
-def only_cross(pattern_for: PatternFor, tile_size: int, seen: list[tuple[Attention, Plan]]) -> Callable[..., Plan | None]:
+def only_cross(
+    pattern_for: PatternFor, tile_size: int, seen: list[tuple[Attention, Plan]]
+) -> Callable[..., Plan | None]:
     """`plan_for` of `attended`: cross-attention over the pattern's plan, everything else dense."""
 
     def plan_for(call: Attention) -> Plan | None:
@@ -101,8 +103,6 @@ def plan_masks(plan: Plan, legal: Legal) -> Bool[Tensor, "B H N M"]:
     """All pairs that a plan computes."""
     batch, heads = plan.shape[:2]
     return torch.stack([torch.stack([plan_matrix(plan, legal, b, h) for h in range(heads)]) for b in range(batch)])
-
-
 
 
 def cross_rows(model: Any, pairs: Pairs, patterns: Mapping[str, PatternFor]) -> dict[str, dict[str, float]]:

@@ -1,7 +1,7 @@
 """Encoder–decoder models (T5-, Marian-shaped) under this project's attention: cross-attention and position biases too.
 
-A bias `b_ij` that is added to the scores is folded into q and k, `q̃_i = [q_i, b_i· / scale]`, `k̃_j = [k_j, e_j]`, so that
-`scale q̃_i · k̃_j = scale q_i · k_j + b_ij`: gold graphs, plans, metrics and kernels need to know nothing of it.
+A bias `b_ij` that is added to the scores is folded into q and k, `q' = [q_i, b_i· / scale]`, `k' = [k_j, e_j]`, so that
+`scale q' · k' = scale q_i · k_j + b_ij`: gold graphs, plans, metrics and kernels need to know nothing of it.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def attended(
 
 
 def _places(model: torch.nn.Module) -> dict[torch.nn.Module, tuple[Part, int]]:
-    """Where each attention module stands, by its name: `decoder.layers.0.encoder_attn`, `…block.0.layer.1.EncDecAttention`."""
+    """Where each attention module stands, by the end of its name (`encoder_attn`, `EncDecAttention` and so on)."""
     found: dict[torch.nn.Module, tuple[Part, int]] = {}
     counted = {"encoder": 0, "decoder": 0, "cross": 0}
     for name, module in model.named_modules():

@@ -1,8 +1,8 @@
 """How well H heads of relative bias can imitate a memory kernel at all, without a network and without luck.
 
-A head without dot product reads `Σ_s w_h(s) x_{t−s}`, with `w_h(s) = exp(p_h φ(s))`, and a linear readout sums heads up. For
-inputs of white noise the error of the sum is `‖ρ − Σ_h a_h w_h‖²`: the best `a` is a projection, and only the H rates
-`p_h` are left to search (variable projection), from many starts at once, in float64.
+A head without dot product reads `Σ_s w_h(s) x_{t−s}`, with `w_h(s) = exp(p_h φ(s))`, and a linear readout sums heads
+up. For inputs of white noise the error of the sum is `‖ρ − Σ_h a_h w_h‖²`: the best `a` is a projection, and only the H
+rates `p_h` are left to search (variable projection), from many starts at once, in float64.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from training.tasks.memory_model import Bias
+
 
 def head_kernels(log_rates: Float[Tensor, "*rest H"], bias: Bias, length: int) -> Float[Tensor, "*rest length H"]:
     """`w_h(s)` for s = 1 … length, each of norm 1 (a factor that the readout takes up)."""

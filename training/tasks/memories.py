@@ -87,9 +87,7 @@ def adaptive_read(tokens: Int[Tensor, "B n"], alphabet: Alphabet) -> Float[Tenso
     return values.gather(1, positions.clamp(min=0)).masked_fill(positions < 0, torch.nan)
 
 
-def parallel_memories(
-    tokens: Int[Tensor, "B n"], alphabet: Alphabet, offsets: Sequence[int]
-) -> Float[Tensor, "B n"]:
+def parallel_memories(tokens: Int[Tensor, "B n"], alphabet: Alphabet, offsets: Sequence[int]) -> Float[Tensor, "B n"]:
     """`y_t = Σ_i x_{t − g(x_t) − o_i} / M`: M memories that follow the token, none nested in another (K = 0)."""
     jumps, values = torch.tensor(alphabet.jumps), torch.tensor(alphabet.values).float()[tokens]
     at = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -34,6 +34,7 @@ Row = dict[str, Any]
 
 BIASES: tuple[Bias, ...] = get_args(Bias)
 PRODUCTS: tuple[Product, ...] = get_args(Product)
+SCHEDULE = Schedule(1000, 1e-2)
 UNSEEN = 256  # sequences that errors are measured on
 KERNELS = (("exponential", 0.1), ("exponential", 0.5), ("polynomial", 0.8), ("polynomial", 1.5))
 
@@ -42,7 +43,7 @@ KERNELS = (("exponential", 0.1), ("exponential", 0.5), ("polynomial", 0.8), ("po
 class Plan:
     """How long every study trains, and how many seeds of each setting."""
 
-    schedule: Schedule = Schedule(1500, 1e-2)
+    schedule: Schedule = SCHEDULE
     batch: int = 32
     tokens: int = 24
     seeds: int = 2
@@ -81,8 +82,7 @@ def train_memories(
         own = [s for s in dict.fromkeys(settings) if (s.product, s.normalised) == form]
         repeated = [s for s in own for _ in range(plan.seeds)]
         errors = _train(draw, repeated, size, plan, _shifted(on_step, number, len(forms)))
-        for s, part in zip(own, torch.tensor(errors).view(len(own), plan.seeds).tolist(), strict=True):
-            found[s] = part
+        found |= dict(zip(own, torch.tensor(errors).view(len(own), plan.seeds).tolist(), strict=True))
     return [{**_described(s, size), "error": min(found[s]), "errors": found[s]} for s in settings]
 
 

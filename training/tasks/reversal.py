@@ -1,7 +1,7 @@
 """Copying and reversing with an encoder–decoder, trained here: cross-attention whose gold positions are known.
 
-The source is `s EOS` and the target `s EOS` or `reverse(s) EOS`. To predict symbol i of n, some cross-attention head must
-read source position i (copy) or n − 1 − i (reverse): nothing else in the source or the target so far tells it.
+The source is `s EOS` and the target `s EOS` or `reverse(s) EOS`. To predict symbol i of n, some cross-attention head
+must read source position i (copy) or n − 1 − i (reverse): nothing else in the source or the target so far tells it.
 """
 
 from collections.abc import Callable

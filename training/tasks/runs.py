@@ -1,4 +1,4 @@
-"""Runs that are kept: one JSON file for each, written whole or not at all, and made again only if its settings changed."""
+"""Runs that are kept: one JSON file each, written whole or not at all, made again only where its settings changed."""
 
 import json
 import os

@@ -39,22 +39,23 @@ from training.tasks.together import OnStep, Schedule
 LEARNED: tuple[tuple[Objective, int], ...] = (("bilinear", 4), ("bilinear", 8), ("hinge", 4), ("hinge", 8))
 DENSITIES = (0.02, 0.05, 0.125)
 CROSS_DENSITY = 0.25
+COPYING, COPY_SIZE, PLAN, REVERSAL = Copying(), CopySize(), Plan(), Schedule(600, 5e-3)
 
 
 @dataclass(frozen=True)
 class Scale:
     """How much is run. `copy_layers`: depths of the copying task; `point_lags`, `point_heads`: of the kernel table."""
 
-    copying: Copying = Copying()
-    copy_size: CopySize = CopySize()
+    copying: Copying = COPYING
+    copy_size: CopySize = COPY_SIZE
     copy_layers: tuple[int, ...] = (1, 2, 3, 4)
     fit_steps: int = 150
-    memories: Plan = Plan()
+    memories: Plan = PLAN
     point_lags: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     point_heads: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
     starts: int = 8
     search_steps: int = 400
-    reversal: Schedule = Schedule(600, 5e-3)
+    reversal: Schedule = REVERSAL
 
 
 def quick_scale() -> Scale:
