@@ -96,8 +96,9 @@ def attended(
     Raises:
         IncompatibleModelError: no attention modules of a known shape.
     """
+    run = _Run(_places(model), source, target, alpha, observe, plan_for)
     before, outer = model.config._attn_implementation, _THREAD.run
-    _THREAD.run = _Run(_places(model), source, target, alpha, observe, plan_for)
+    _THREAD.run = run
     model.set_attn_implementation(NAME)
     try:
         yield

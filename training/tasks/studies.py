@@ -39,6 +39,8 @@ from training.tasks.together import OnStep, Schedule
 LEARNED: tuple[tuple[Objective, int], ...] = (("bilinear", 4), ("bilinear", 8), ("hinge", 4), ("hinge", 8))
 DENSITIES = (0.02, 0.05, 0.125)
 CROSS_DENSITY = 0.25
+ADAPTIVE_JUMP = 3
+NESTED = ((0, 2, 3), (6, 1, 2), (3, 2, 3))  # longest jump (0: the Boolean example), nesting K, most layers
 COPYING, COPY_SIZE, PLAN, REVERSAL = Copying(), CopySize(), Plan(), Schedule(600, 5e-3)
 
 
@@ -90,15 +92,18 @@ def memories(scale: Scale) -> list[Study]:
     about = asdict(plan)
     kinds: dict[str, tuple[dict[str, Any], Callable[[Plan, OnStep], list[dict[str, Any]]]]] = {
         "fixed": ({}, memory_studies.fixed_study),
-        "adaptive": ({}, memory_studies.adaptive_study),
-        "parallel": ({}, memory_studies.parallel_study),
         "essential": ({}, memory_studies.essential_study),
     }
-    for longest, depth in ((0, 1), (0, 2), (3, 1), (3, 2)):
-        for layers in (1, 2, 3):
-            own = {"longest": longest, "depth": depth, "layers": (layers,)}
+    for product in memory_studies.PRODUCTS:
+        own: dict[str, Any] = {"product": product, "longest": ADAPTIVE_JUMP}
+        kinds[f"adaptive-{product}"] = (own, partial(memory_studies.adaptive_study, **own))
+    for longest, depth, most in NESTED:
+        for layers in range(1, most + 1):
+            own = {"longest": longest, "depth": depth, "layers": layers}
             name = f"nested-{longest or 'boolean'}-k{depth}-l{layers}"
             kinds[name] = (own, partial(memory_studies.nested_study, **own))
+    for layers in (2, 3):
+        kinds[f"parallel-l{layers}"] = ({"layers": layers}, partial(memory_studies.parallel_study, layers=layers))
     return [_memory(f"memory-{name}", {**about, **own}, plan, make) for name, (own, make) in kinds.items()]
 
 
