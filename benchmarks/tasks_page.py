@@ -3,6 +3,7 @@
 Nothing is typed by hand: a verdict is a rule over figures, stated beside it; rows whose runs are missing are left out.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,34 @@ def cross_part(runs: Runs) -> str:
 A Marian-shaped model trained here. To predict symbol i of n the decoder must read source position i (copy) or n − 1 − i
 (reverse). *Gold recall*: some head keeps that pair; *per head*: the mean over heads. Predicted rows keep a fixed share
 of the source per target row, by low-rank maps of q and k or by the true scores.
+
+{body}"""
+
+
+def needle_part(runs: Runs) -> str:
+    """Whether the hidden number is found, by length and way to attend."""
+    rows = rows_of(runs, "needle-")
+    lengths = sorted({row["settings"]["tokens"] for row in rows})
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        cells = []
+        for length in lengths:
+            own = [row for row in rows if row["name"] == name and row["settings"]["tokens"] == length]
+            found, said, recall, computed = (
+                sum(row[key] for row in own) / max(len(own), 1)
+                for key in ("found", "log_probability", "recall", "computed")
+            )
+            sparse = "" if math.isnan(recall) else f", {recall:.2f}, {computed:.1%}"
+            cells.append(f"{found:.0%} ({said:.1f}{sparse})" if own else "")
+        lines.append([name, *cells])
+    body = table(["pairs", *(f"{length} tokens" for length in lengths)], lines)
+    if not body:
+        return ""
+    return f"""## Needle: a number hidden in long text
+
+A causal teacher is asked for a number that stands once in the text, at several depths. A cell is the share of texts in
+which every token of the number is the model's first choice (log-probability of the number, gold recall: share of heads
+whose plan lets the answer read the number, computed density). Fixed patterns compute at least as much as the predicted.
 
 {body}"""
 
