@@ -119,9 +119,10 @@ def cross_part(runs: Runs) -> str:
         return ""
     return f"""## Cross-attention: an encoder–decoder that copies or reverses
 
-A Marian-shaped model trained here. To predict symbol i of n the decoder must read source position i (copy) or n − 1 − i
-(reverse). *Gold recall*: some head keeps that pair; *per head*: the mean over heads. Predicted rows keep a fixed share
-of the source per target row, by low-rank maps of q and k or by the true scores.
+A Marian-shaped model trained here; the source is `START s EOS`. To predict symbol i of n the decoder must read source
+position i + 1 (copy) or n − i (reverse). *Gold recall*: some head keeps that pair; *per head*: the mean over heads.
+Predicted rows keep a fixed share of the source per target row, by low-rank maps of q and k or by the true scores; a
+plan adds the pair (i, i) to every row.
 
 {body}"""
 

@@ -194,10 +194,10 @@ def test_outside_attended_nothing_runs_and_other_models_are_refused():
 
 
 def test_a_trained_copier_reads_its_gold_positions():
-    """The run of the tests: half a minute's training in small, then recall against positions known by construction."""
-    task = Reversal("reverse", 3, 6, 8)
+    """The run of the tests: a few seconds' training, then recall against positions that are known by construction."""
+    task = Reversal("copy", 3, 6, 8)
     model = marian(task, width=32)
-    losses = train_reversal(task, model, Schedule(220, 1e-2), batch=16)
+    losses = train_reversal(task, model, Schedule(200, 1e-2, warmup=20), batch=16)
     model.eval()
     pairs = reversal_batch(task, 24, torch.Generator().manual_seed(77))
     assert losses[-1] < 0.3 * losses[0]
@@ -213,9 +213,7 @@ def test_a_trained_copier_reads_its_gold_positions():
     }
     rows = cross_rows(model, pairs, patterns)
     assert rows["all"] == {"density": 1.0, "gold_recall": 1.0, "every_head": 1.0, "accuracy": pytest.approx(dense)}
-    odd = [int(n) for n in pairs.source_real.sum(1) - 1]
-    total = sum(n for n in odd)
-    assert rows["diagonal"]["gold_recall"] == pytest.approx(sum(n % 2 for n in odd) / total)  # the middle reads itself
+    assert rows["diagonal"]["gold_recall"] == 0.0  # row i must read source position i + 1
     assert rows["diagonal"]["accuracy"] < 0.6
     for name in ("learned", "true"):
         assert rows[name]["gold_recall"] > 0.9

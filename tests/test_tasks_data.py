@@ -164,16 +164,19 @@ def test_error_share_is_one_for_the_mean_and_ignores_what_is_unknown():
 def test_reversal_targets_stand_at_their_gold_positions(order, seed):
     pairs = reversal_batch(Reversal(order, 2, 6, 5), 4, seeded(seed))
     for b in range(4):
-        n = int(pairs.source_real[b].sum()) - 1
+        n = int(pairs.source_real[b].sum()) - 2
         source, target = pairs.source[b].tolist(), pairs.target[b].tolist()
-        string = source[:n]
+        string = source[1 : n + 1]
         assert 2 <= n <= 6
         assert min(string) > START
-        assert source[n:] == [EOS] + [PAD] * (6 - n)
+        assert source == [START, *string, EOS] + [PAD] * (6 - n)
+        assert target[n:] == [EOS] + [PAD] * (6 - n)
+        assert int(pairs.target_real[b].sum()) == n + 1
         assert target[:n] == (string if order == "copy" else string[::-1])
         assert pairs.seen[b].tolist()[: n + 1] == [START, *target[:n]]
         assert [target[i] == source[j] for i, j in enumerate(pairs.gold[b].tolist()) if j >= 0] == [True] * n
-        assert pairs.gold[b].tolist()[:n] == (list(range(n)) if order == "copy" else list(range(n))[::-1])
+        places = list(range(1, n + 1))
+        assert pairs.gold[b].tolist() == (places if order == "copy" else places[::-1]) + [-1] * (7 - n)
 
 
 @pytest.mark.parametrize(

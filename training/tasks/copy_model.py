@@ -35,7 +35,7 @@ class CopyModel(nn.Module):
         self.up, self.down = weight(models, width, 2 * width, draw), weight(models, 2 * width, width, draw, 0.5)
         self.up_bias = nn.Parameter(torch.zeros(models, 2 * width))
         self.readout = weight(models, width, vocabulary, draw)
-        self.register_buffer("positions", 2 * sinusoids(tokens, width))
+        self.positions = 2 * sinusoids(tokens, width)
 
     def forward(self, ids: Int[Tensor, "B n"], pairs: Pairs, apply: ProbabilityMap) -> Float[Tensor, "G B n V"]:
         """Logits of every model for the same ids."""
@@ -46,8 +46,8 @@ class CopyModel(nn.Module):
         return linear(_norm(x), self.readout)
 
     def _attention(self, x: Tensor, layer: int, pairs: Pairs, apply: ProbabilityMap) -> Tensor:
-        heads = linear(_norm(x), self.qkv[layer]).unflatten(-1, (3, self.heads, -1)).permute(3, 0, 1, 4, 2, 5)
-        q, k, v = heads.unbind(0)
+        columns = linear(_norm(x), self.qkv[layer]).view(*x.shape[:-1], 3, self.heads, -1)
+        q, k, v = columns.permute(3, 0, 1, 4, 2, 5).unbind(0)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         mixed = apply(scores, pairs(layer, q, k)) @ v
         return linear(mixed.transpose(2, 3).flatten(-2), self.out[layer])

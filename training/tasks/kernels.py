@@ -19,7 +19,8 @@ def head_kernels(log_rates: Float[Tensor, "*rest H"], bias: Bias, length: int) -
     s = torch.arange(1, length + 1, dtype=log_rates.dtype)
     phi = -s.log() if bias == "log" else 1.0 - s  # the constant goes into the norm
     kernels = (log_rates.exp()[..., None, :] * phi[:, None]).exp()
-    return kernels / kernels.norm(dim=-2, keepdim=True)
+    unit: Tensor = kernels / torch.linalg.vector_norm(kernels, dim=-2, keepdim=True)
+    return unit
 
 
 def projection_error(
@@ -27,8 +28,8 @@ def projection_error(
 ) -> Float[Tensor, "*rest"]:
     """`min_a ‖ρ − Σ_h a_h w_h‖² / ‖ρ‖²`."""
     q, _ = torch.linalg.qr(heads)
-    kept = (q.transpose(-1, -2) @ kernel[..., None]).square().sum((-1, -2))
-    return 1 - kept / kernel.square().sum(-1)
+    kept = torch.matmul(q.transpose(-1, -2), kernel[..., None]).square().sum((-1, -2))
+    return torch.ones_like(kept) - kept / kernel.square().sum(-1)
 
 
 def best_error(

@@ -99,8 +99,9 @@ def parallel_memories(tokens: Int[Tensor, "B n"], alphabet: Alphabet, offsets: S
 def decaying_kernel(decay: Decay, rate: float, length: int) -> Float[Tensor, " length"]:
     """`ρ(s)` for s = 1 … length, of norm 1: `exp(−rate s)` or `s^(−rate)` (section 6)."""
     s = torch.arange(1, length + 1, dtype=torch.float64)
-    rho = torch.exp(-rate * s) if decay == "exponential" else s**-rate
-    return (rho / rho.norm()).float()
+    rho = torch.exp(-rate * s) if decay == "exponential" else s.pow(-rate)
+    unit: Tensor = rho / torch.linalg.vector_norm(rho)
+    return unit.float()
 
 
 def convolved(x: Float[Tensor, "B n"], kernel: Float[Tensor, " length"]) -> Float[Tensor, "B n"]:

@@ -119,8 +119,10 @@ class MemoryModel(nn.Module):
             scores = torch.matmul(q, k.transpose(-1, -2) * self.size.head_width**-0.5) + bias
         scores = scores.masked_fill(distance <= 0, -torch.inf)
         if not self.normalised:
-            return scores.clamp(max=LARGEST).exp()
-        return torch.softmax(scores.masked_fill(distance[:, :1] == 0, 0.0), -1) * (distance > 0)
+            free: Tensor = scores.clamp(max=LARGEST).exp()
+            return free
+        shares = torch.softmax(scores.masked_fill(distance[:, :1] == 0, 0.0), -1)  # the first row has no past at all
+        return shares * (distance > 0)
 
     def _attention(self, h: Tensor, layer: int) -> Tensor:
         v = self._split(linear(h, self.value[layer]))
@@ -128,7 +130,7 @@ class MemoryModel(nn.Module):
         return linear(mixed.transpose(2, 3).flatten(-2), self.out[layer])
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.size.heads, self.size.head_width)).transpose(2, 3)
+        return x.view(*x.shape[:-1], self.size.heads, self.size.head_width).transpose(2, 3)
 
 
 def _spread(used: int, heads: int) -> Float[Tensor, " H"]:

@@ -65,7 +65,7 @@ def predicted_plans(artifact: Artifact) -> PlanFor:
 
 
 def at_density(make: Callable[[int], Pattern], sizes: Sequence[int], density: float, tokens: int, tile: int) -> Pattern:
-    """The first of these growing sizes whose causal plan computes at least `density` of all legal pairs (or the last)."""
+    """The first of these growing sizes whose causal plan computes at least `density` of the pairs (or the last)."""
     legal = legal_full(1, tokens, tokens, causal=True)
     for size in sizes:
         plan = build_plan(make(size), legal, tile, heads=1)
@@ -114,7 +114,7 @@ def _needles(
     fixed = rivals(density, tokens, artifact.card.tile_size)
     ways: dict[str, PlanFor | None] = {"dense": None, "predicted": predicted}
     ways |= {name: pattern_plans(pattern, artifact.card.tile_size) for name, pattern in fixed.items()}
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for done, (name, plan_for) in enumerate(ways.items()):
         rows |= needle_rows(attached, logits, needles, {name: plan_for})
         on_step(done + 1, len(ways))

@@ -1,7 +1,8 @@
 """Copying and reversing with an encoder–decoder, trained here: cross-attention whose gold positions are known.
 
-The source is `s EOS` and the target `s EOS` or `reverse(s) EOS`. To predict symbol i of n, some cross-attention head
-must read source position i (copy) or n − 1 − i (reverse): nothing else in the source or the target so far tells it.
+The source is `START s EOS` and the target `s EOS` or `reverse(s) EOS`. To predict symbol i of n, some cross-attention
+head must read source position i + 1 (copy) or n − i (reverse): nothing else in the source or in the target so far tells
+it. START is there so that copying does not read position i from row i, which every plan computes anyway.
 """
 
 from collections.abc import Callable
@@ -50,16 +51,16 @@ class Pairs:
 def reversal_batch(task: Reversal, batch: int, generator: torch.Generator) -> Pairs:
     """Random strings; the decoder sees `START t_0 … t_{n−1}` and predicts `t_0 … t_{n−1} EOS`."""
     lengths = torch.randint(task.shortest, task.longest + 1, (batch, 1), generator=generator)
-    width = task.longest + 1
-    at = torch.arange(width)[None, :]
-    symbols = torch.randint(FIRST_SYMBOL, FIRST_SYMBOL + task.symbols, (batch, width), generator=generator)
-    gold = at.expand(batch, width) if task.order == "copy" else lengths - 1 - at
-    gold = torch.where(at < lengths, gold, -1)
-    source = torch.where(at < lengths, symbols, torch.where(at == lengths, EOS, PAD))
-    target = torch.where(at < lengths, source.gather(1, gold.clamp(min=0)), source)
+    at = torch.arange(task.longest + 1)[None, :]
+    symbols = torch.randint(FIRST_SYMBOL, FIRST_SYMBOL + task.symbols, (batch, task.longest + 1), generator=generator)
+    ended = torch.where(at < lengths, symbols, torch.where(at == lengths, EOS, PAD))
+    start = torch.full((batch, 1), START)
+    source = torch.cat([start, ended], 1)
+    gold = torch.where(at < lengths, at + 1 if task.order == "copy" else lengths - at, -1)
+    target = torch.where(gold >= 0, source.gather(1, gold.clamp(min=0)), ended)
     real = at <= lengths
-    seen = torch.cat([torch.full((batch, 1), START), target[:, :-1]], 1).masked_fill(~real, PAD)
-    return Pairs(source, real, seen, target, real, gold)
+    seen = torch.cat([start, target[:, :-1]], 1).masked_fill(~real, PAD)
+    return Pairs(source, torch.arange(task.longest + 2)[None, :] <= lengths + 1, seen, target, real, gold)
 
 
 def marian(task: Reversal, width: int = 48, heads: int = 2, layers: int = 1, seed: int = 0) -> MarianMTModel:
@@ -113,7 +114,7 @@ def train_reversal(
         logits = run(model, pairs)
         loss = torch.nn.functional.cross_entropy(logits[pairs.target_real], pairs.target[pairs.target_real])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))

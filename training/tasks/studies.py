@@ -76,10 +76,9 @@ def all_studies(scale: Scale) -> list[Study]:
 
 def kernel_studies(scale: Scale) -> list[Study]:
     """Errors of H heads for kernels, by search."""
-    search = {"starts": scale.starts, "steps": scale.search_steps}
-    heads = tuple(count for count in scale.point_heads if count <= 8)
-    points = {"lags": scale.point_lags, "heads": scale.point_heads, "length": 128, **search}
-    decays = {"heads": heads, "length": 128, **search}
+    search: dict[str, Any] = {"starts": scale.starts, "steps": scale.search_steps, "length": 128}
+    points = {"lags": scale.point_lags, "heads": scale.point_heads, **search}
+    decays = {"heads": tuple(count for count in scale.point_heads if count <= 8), **search}
     return [
         Study("kernels-points", points, lambda on: {"rows": memory_studies.point_study(**points, on_step=on)}),
         Study("kernels-decays", decays, lambda on: {"rows": memory_studies.decay_study(**decays, on_step=on)}),
@@ -169,7 +168,7 @@ def _teacher(task: Copying, size: CopySize, fit_steps: int, on_step: OnStep) -> 
 def _reversal(task: Reversal, schedule: Schedule, on_step: OnStep) -> dict[str, Any]:
     model = marian(task, seed=schedule.seed)
     train_reversal(task, model, schedule, on_step=on_step)
-    model.eval()
+    model.train(False)
     draw = torch.Generator().manual_seed(1_000_003 + schedule.seed)
     fitting, unseen = reversal_batch(task, 64, draw), reversal_batch(task, 64, draw)
     with torch.no_grad():
