@@ -1,0 +1,1 @@
+"""Tasks whose answers, and the positions that an answer must be read from, are known by construction."""
