@@ -147,6 +147,11 @@ class Attached:
         return Run("sparse" if self.predictors else "dense")
 
 
+def module_of(attached: Attached, layer: int) -> torch.nn.Module:
+    """The attention module that runs as this layer."""
+    return next(module for module, places in attached.places.items() if layer in places)
+
+
 def attach(
     model: Any,
     *,

@@ -4,6 +4,7 @@ Chosen on one half of the held-out instances, measured on the other, beside one 
 for all heads at the density that was allotted.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -88,19 +89,8 @@ def calibrate(
     served = [cuttable(predictor) for predictor in predictors]
 
     def pass_over(what: str, items: list[int], thresholds: list[Float64[np.ndarray, "H P"]] | None) -> list[Points]:
-        def work(layer: int) -> Points:
-            data, values = read_layer(heldout, layer, manifest), read_values(heldout, layer, manifest)
-            cut = None if thresholds is None else thresholds[layer]
-            return layer_points(
-                served[layer], data, items, positional, tile_size, values=values, thresholds=cut
-            )  # fmt: skip
-
-        found = []
-        with single_thread():
-            for part in over_layers(work, len(served), manifest["tokens"]):
-                found.append(part)
-                on_layer(what, len(found), len(served))
-        return found
+        step = functools.partial(on_layer, what)
+        return held_points(heldout, served, positional, tile_size, items, thresholds, step)
 
     points = pass_over("calibrate", calibration_items(manifest["instances"]), None)
     loss, cuts = choose(points, target)
@@ -116,6 +106,35 @@ def calibrate(
     none = sum(int((cut == 0).sum()) for cut in cuts)
     reached = _totals(points, cuts)
     return Calibration(layers, target, loss, table, reached, _curve(points, loss), density, every, none)
+
+
+def held_points(
+    heldout: Path,
+    predictors: Sequence[Cuttable],
+    positional: Pattern,
+    tile_size: int,
+    items: list[int],
+    thresholds: Sequence[Float64[np.ndarray, "H P"]] | None = None,
+    on_layer: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Points]:
+    """The points of every layer over some held-out instances, in one pass; on a grid of thresholds where none are given.
+
+    Raises:
+        DataError: shards that are missing.
+    """
+    manifest = read_manifest(heldout)
+
+    def work(layer: int) -> Points:
+        data, values = read_layer(heldout, layer, manifest), read_values(heldout, layer, manifest)
+        cut = None if thresholds is None else thresholds[layer]
+        return layer_points(predictors[layer], data, items, positional, tile_size, values=values, thresholds=cut)
+
+    found = []
+    with single_thread():
+        for part in over_layers(work, len(predictors), manifest["tokens"]):
+            found.append(part)
+            on_layer(len(found), len(predictors))
+    return found
 
 
 def choose(points: Sequence[Points], target: Target) -> tuple[str, list[Int64[np.ndarray, " H"]]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparsefinder.edges import Edges, gold_edges
 from sparsefinder.errors import ConfigError, DataError
-from sparsefinder.hf import Attached, LayerCall
+from sparsefinder.hf import Attached, LayerCall, module_of
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.teacher import Teacher, batch
 from training.values import VALUE_TENSORS, LayerValues, join_values, output_weight, value_tensors
@@ -145,7 +145,7 @@ def extract_batch(
         found[f"scale.{call.layer}"] = call.scale.detach().float().cpu().contiguous()
         if values:
             width = call.output.shape[1] * call.output.shape[3]
-            found.update(value_tensors(call, output_weight(teacher.model, attached.modules[call.layer], width)))
+            found.update(value_tensors(call, output_weight(teacher.model, module_of(attached, call.layer), width)))
         if call.alpha == 1:
             return
         edges = gold_edges(q, k, call.legal, call.alpha, call.scale)
