@@ -65,7 +65,7 @@ def copy_part(runs: Runs) -> str:
             at = {row["settings"]["layers"]: row for row in own if row["name"] == name}
             cells = [_copy_cell(at[depth]) if depth in at else "" for depth in depths]
             lines.append([name, title, f"{max(row['density'] for row in at.values()):.1%}", *cells])
-    body = table(["pattern", "group", "density", *(f"{depth} layers" for depth in depths)], lines)
+    body = table(["pattern", "group", "density", *map(_layers, depths)], lines)
     if not body:
         return ""
     return f"""## Copying `0 s 0 s` (Yun et al., 2020, section 5): trained with the pattern
@@ -75,6 +75,10 @@ The second s is masked; position i must read position i − half. A cell is *acc
 through the layers. No model can name more than gold reach but by chance.
 
 {body}"""
+
+
+def _layers(depth: int) -> str:
+    return f"{depth} layer" + "s" * (depth > 1)
 
 
 def _copy_cell(row: Row) -> str:
@@ -91,7 +95,7 @@ def teacher_part(runs: Runs) -> str:
         at = {row["settings"]["layers"]: row for row in rows if row["name"] == name}
         density = ", ".join(sorted({f"{row['density']:.1%}" for row in at.values()}))
         lines.append([name, density, *(_copy_cell(at[d]) if d in at else "" for d in depths)])
-    body = table(["pairs", "density", *(f"{depth} layers" for depth in depths)], lines)
+    body = table(["pairs", "density", *map(_layers, depths)], lines)
     if not body:
         return ""
     return f"""## The same task: pairs replaced under a trained dense teacher
@@ -209,4 +213,4 @@ def _wide(rows: Sequence[Row], name: Callable[[Row], str]) -> str:
     forms = list(dict.fromkeys(form(row) for row in rows))
     at = {(form(row), size(row)): row["error"] for row in rows}
     lines = [[*f, *(f"{at[f, s]:.3f}" if (f, s) in at else "" for s in sizes)] for f in forms]
-    return table(["task", "attention", *(f"{layers} × {heads} heads" for layers, heads in sizes)], lines)
+    return table(["task", "attention", *(f"{_layers(layers)}, {heads} heads" for layers, heads in sizes)], lines)
