@@ -105,9 +105,7 @@ def positional_rows(tokens: int, heads: int, head_dim: int, tile_size: int, aims
     window_sizes = [2 * radius + 1 for radius in range(8, tokens, max(8, tokens // 64))]
     families: dict[str, list[Pattern]] = {
         "window + sinks": [window(size) | GlobalTokens(SINKS) for size in window_sizes],
-        "Longformer": [
-            longformer(size, SINKS, positions=tuple(range(0, tokens, max(1, tokens // 16)))) for size in window_sizes
-        ],
+        "Longformer, dilated": [longformer(size, SINKS, dilation=2) for size in window_sizes],
         "BigBird": [
             bigbird(BLOCK, random_blocks=count, window_blocks=2 * (count // 2) + 1, causal=True)
             for count in range(1, tokens // BLOCK // 2)

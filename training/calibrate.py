@@ -117,7 +117,7 @@ def held_points(
     thresholds: Sequence[Float64[np.ndarray, "H P"]] | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Points]:
-    """The points of every layer over some held-out instances, in one pass; on a grid of thresholds where none are given.
+    """The points of every layer over some held-out instances, in one pass; on a grid where no thresholds are given.
 
     Raises:
         DataError: shards that are missing.

@@ -1,0 +1,84 @@
+"""The benchmark of perplexity: densities that are aimed at, the oracle against loops, the dense row against the model."""
+
+import math
+
+import pytest
+import tiny_llama
+import torch
+
+from benchmarks.perplexity import _measure
+from benchmarks.perplexity_rows import PooledMass, Row, _nearest, positional_rows
+from sparsefinder.hf import LayerInput, attach
+from sparsefinder.patterns.legal import legal_full
+from sparsefinder.patterns.positional import GlobalTokens, window
+from sparsefinder.plan import build_plan, computed_pairs, plan_matrix
+
+TOKENS, TILE, HEADS, KV_HEADS, DIM = 96, 8, 4, 2, 8
+LEGAL = legal_full(1, TOKENS, TOKENS, causal=True)
+
+
+def a_call(seed: int) -> LayerInput:
+    g = torch.Generator().manual_seed(seed)
+    q = 2 * torch.randn(1, HEADS, TOKENS, DIM, generator=g)
+    k, v = (2 * torch.randn(1, KV_HEADS, TOKENS, DIM, generator=g) for _ in range(2))
+    return LayerInput(0, q, k, v, LEGAL, torch.full((HEADS,), 0.5), None, 1.0, False)
+
+
+def test_the_nearest_pattern_is_the_first_that_is_dense_enough():
+    patterns = [window(2 * radius + 1) for radius in range(1, 40)]
+    pairs = [int(computed_pairs(build_plan(p, LEGAL, TILE, heads=1)).sum()) for p in patterns]
+    for aim in (0.2, 0.3, 0.5):
+        wanted = aim * TOKENS * (TOKENS + 1) / 2
+        found = _nearest(patterns, TOKENS, 1, TILE, aim)
+        assert found is patterns[next(at for at, count in enumerate(pairs) if count >= wanted)]
+
+
+def test_the_oracle_keeps_what_a_tile_attends_to_most():
+    call, oracle = a_call(0), PooledMass(window(3) | GlobalTokens(1), TILE)
+    oracle.see(call)
+    for aim in (0.3, 0.5, 0.7):
+        plan = oracle.plan(call, aim)
+        density = float(computed_pairs(plan).sum()) / (HEADS * TOKENS * (TOKENS + 1) / 2)
+        assert density == pytest.approx(aim, abs=0.06)
+        for h in range(HEADS):
+            kept = plan_matrix(plan, LEGAL, 0, h)
+            for start in range(TILE, TOKENS, TILE):
+                mass = [0.0] * start
+                for i in range(start, start + TILE):
+                    scores = [0.5 * float(call.q[0, h, i] @ call.k[0, h // 2, j]) for j in range(i + 1)]
+                    total = sum(math.exp(s - max(scores)) for s in scores)
+                    for j in range(start):
+                        mass[j] += math.exp(scores[j] - max(scores)) / total
+                near = {0, *range(start - 1, start)}  # read in any case, by the first row or all
+                inside = [mass[j] for j in range(start) if kept[start + TILE - 1, j] and j not in near]
+                outside = [mass[j] for j in range(start) if not kept[start + TILE - 1, j]]
+                assert min(inside, default=1.0) >= max(outside, default=0.0) - 1e-6
+
+
+def test_the_dense_row_is_the_models_own_perplexity_and_a_plan_of_everything_changes_nothing():
+    teacher = tiny_llama.teacher()
+    texts = [tiny_llama.token_ids(40, seed) for seed in range(2)]
+    with torch.no_grad():
+        losses = [teacher.lm(input_ids=torch.tensor([t]), labels=torch.tensor([t])).loss for t in texts]
+    attached = attach(teacher.lm, alpha=1.0)
+    dense = _measure(teacher, attached, Row("dense", None, None), texts, None)
+    assert dense["perplexity"] == pytest.approx(math.exp(sum(map(float, losses)) / 2), rel=1e-4)
+    assert dense["density"] == 1
+    everything = Row("all", 1.0, lambda call: build_plan(window(81), call.legal, TILE, heads=HEADS))
+    assert _measure(teacher, attached, everything, texts, None)["perplexity"] == pytest.approx(
+        dense["perplexity"], rel=1e-4
+    )
+
+
+def test_rows_of_others_come_near_the_density_aimed_at():
+    teacher = tiny_llama.teacher()
+    attached = attach(teacher.lm, alpha=1.0)
+    text = [tiny_llama.token_ids(256)]
+    found = [
+        _measure(teacher, attached, row, text, None)
+        for row in positional_rows(256, tiny_llama.HEADS, tiny_llama.DIM, 16, [0.4])
+    ]
+    assert [row["row"] for row in found] == ["window + sinks", "Longformer, dilated", "BigBird", "LSH, keys apart"]
+    for row in found[:3]:
+        assert row["density"] == pytest.approx(0.4, abs=0.15), row
+        assert math.isfinite(row["perplexity"])
