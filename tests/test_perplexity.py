@@ -1,4 +1,4 @@
-"""The benchmark of perplexity: densities that are aimed at, the oracle against loops, the dense row against the model."""
+"""The benchmark of perplexity: densities aimed at, the oracle against loops, the dense row against the model."""
 
 import math
 
