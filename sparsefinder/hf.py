@@ -74,11 +74,12 @@ class Run:
 
 
 class _Thread(threading.local):
-    """The runs that are on in this thread, and how often the current forward pass has called each shared module."""
+    """This thread's runs; how often its forward pass called each shared module, and how many tokens came before it."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[Attached, Run]] = []
         self.turns: dict[torch.nn.Module, int] = {}
+        self.cached = 0
 
 
 _THREAD = _Thread()
@@ -247,7 +248,9 @@ def _attention(
     scale = attached.head_scale[layer] * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     bias, cross = rest.get("position_bias"), layer in attached.cross
     bias = bias if bias is not None and bool(bias.any()) else None  # T5 hands zeros to its cross-attention
-    legal = legal_of_call(module, q, k, mask, rest, cross)
+    # The queries of cross-attention sit where those of the self-attention before it sat.
+    legal = legal_of_call(module, q, k, mask, rest, _THREAD.cached if cross else None)
+    _THREAD.cached = legal.query_offset
     call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha, cross)
     return _compute(attached, call).transpose(1, 2).contiguous(), None
 
@@ -267,7 +270,7 @@ def _compute(attached: Attached, call: LayerInput) -> Tensor:
 
 
 def _predicted(attached: Attached, predictor: Predictor, call: LayerInput) -> Plan:
-    if call.legal.query_offset:
+    if call.legal.query_offset and not call.cross:
         raise ConfigError("a pass over a key-value cache: expected `with attached.generation()` around it, got none")
     if call.cross and bool(first_real(call.legal).any()):
         raise IncompatibleModelError("cross-attention: expected texts padded on the right, got some on the left")

@@ -12,7 +12,7 @@ from sparsefinder.patterns.legal import Legal
 
 
 def legal_of_call(
-    module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, said: Mapping[str, Any], cross: bool = False
+    module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, said: Mapping[str, Any], across: int | None = None
 ) -> Legal:
     """The legal pairs of one attention call.
 
@@ -20,8 +20,8 @@ def legal_of_call(
         q: queries `[B, H, N, D]`; k: keys `[B, Hkv, M, D]`, those of a cache first.
         mask: True at real keys, `[B, at least M]`, or None where all are (see `real_keys`).
         said: what else transformers passed; its `is_causal` and `sliding_window` count before the module's own.
-        cross: the keys are those of another text (cross-attention); which queries are padding is then not known, so
-            all count as real.
+        across: for cross-attention, whose keys are those of another text, the first query's place in its own; which
+            queries are padding is then not known, so all count as real.
 
     Raises:
         IncompatibleModelError: numbers of tokens or a mask that do not belong together.
@@ -35,8 +35,8 @@ def legal_of_call(
         )
     real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device) if mask is None else mask.bool()
     real = real[:, real.shape[1] - keys :]  # the cache of a sliding-window layer forgets the first keys
-    if cross:
-        return Legal(torch.ones(q.shape[0], queries, dtype=torch.bool, device=q.device), real)
+    if across is not None:
+        return Legal(torch.ones(q.shape[0], queries, dtype=torch.bool, device=q.device), real, query_offset=across)
     causal = said.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     if queries != keys and not (causal and queries < keys):

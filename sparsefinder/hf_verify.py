@@ -54,8 +54,8 @@ def verify(model: Any, layers: int, name: str, own: Callable[[list[Caller]], Non
     """Require that a transformers model calls its attention once per layer, and that our softmax is its softmax.
 
     Args:
-        model: the base model (without a head), in whatever attention implementation; afterwards it has `name`, or, if
-            it was refused, the one it came with.
+        model: without a head where it can be taken off, in whatever attention implementation; afterwards it has `name`,
+            or, if it was refused, the one it came with.
         layers: attention calls of one forward pass.
         own: told of the callers in their order, before `name` runs; from then on that must be softmax.
 
@@ -99,7 +99,9 @@ Probe = dict[str, Tensor]
 
 
 def _hidden(model: Any, probe: Probe) -> Tensor:
-    hidden: Tensor = model(**probe).last_hidden_state
+    """What the model gives: hidden states, or logits where its head cannot be taken off (T5)."""
+    output = model(**probe)
+    hidden: Tensor = output.last_hidden_state if "last_hidden_state" in output else output.logits
     return hidden
 
 

@@ -155,7 +155,7 @@ def score_tiles(  # type: ignore[no-untyped-def]
         for at in range(out.shape[2] if first_tile[b, h] >= 0 else 0):
             t = first_tile[b, h] + at
             start = begin + t * size
-            low_row = (max(begin, start - before) if causal else start) - offset
+            low_row = max(0, (max(begin, start - before) if causal else start) - offset)
             high_row = min(tokens, (start + 1 if causal else start + size) - offset)
             if summarize_tile(q[b, h], q_real[b], low_row, high_row, mean):
                 project_vector(mean, q_map[h], q_bias[h], unit, summary)
