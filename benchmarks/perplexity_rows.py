@@ -67,11 +67,14 @@ class PooledMass:
     legal: float = 0.0
 
     def see(self, call: LayerInput) -> None:
-        """Count the pairs of a layer by their pooled attention."""
+        """Count the pairs of a layer, beside those that are read in any case, by their pooled attention."""
         scores = self._scores(call)
         none = plan_from_tile_scores(
             torch.full_like(scores, -torch.inf), ScoreAtLeast(0.0), self.positional, call.legal, self.tile_size
         )
+        owner = torch.repeat_interleave(none.offsets.diff())
+        tile = none.tile_start[owner] // self.tile_size
+        scores[none.tile_batch[owner].long(), none.tile_head[owner].long(), tile.long(), none.keys.long()] = -torch.inf
         found = scores[scores > -torch.inf].numpy()
         self.pairs += np.bincount(np.searchsorted(STEPS, found, side="right"), minlength=STEPS.size + 1)
         self.forced += float(computed_pairs(none).sum())
@@ -79,7 +82,7 @@ class PooledMass:
 
     def plan(self, call: LayerInput, aim: float) -> Plan:
         """The plan of a layer at a computed density."""
-        above = self.pairs[::-1].cumsum()[::-1][1:] * self.tile_size  # kept at every step; forced ones count twice
+        above = self.pairs[::-1].cumsum()[::-1][1:] * self.tile_size
         density = (self.forced + above) / self.legal
         least = float(np.interp(-aim, -density, STEPS))
         return plan_from_tile_scores(
