@@ -74,7 +74,9 @@ def test_a_service_that_does_not_start_says_why() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_demo(tmp_path: Path, number: signal.Signals) -> None:
     command, pid = stand_in(tmp_path)
-    code = f"import time\nfrom app import demo\nwith demo.service({command!r}): time.sleep(60)"
+    # A shell's background job ignores SIGINT, and so would what it starts.
+    heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"import signal, time\nfrom app import demo\n{heard}\nwith demo.service({command!r}): time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     while not pid.exists() or not pid.read_text():
         time.sleep(0.01)
