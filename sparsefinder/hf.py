@@ -23,6 +23,7 @@ from sparsefinder.hf_legal import legal_of_call, real_keys
 from sparsefinder.hf_verify import Caller, attention_layers, verify
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import Legal, first_real
+from sparsefinder.patterns.positional import Nothing
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
 
@@ -182,8 +183,6 @@ def attach(
         IncompatibleModelError: the model does not route its attention through the interface once per layer, its output
             changes when it should not, or the number of layers or heads does not fit.
     """
-    from sparsefinder.patterns.positional import Nothing
-
     base = getattr(model, "base_model", model)
     layers, heads = attention_layers(base.config), int(base.config.num_attention_heads)
     scales = torch.ones(layers, heads) if head_scale is None else head_scale.float()
