@@ -117,9 +117,8 @@ def _measured(
     else:
         for at in missing:
             on_progress(f"measure {families[at].key}", at, len(families))
-            threads = torch.get_num_threads()
             with single_thread():
-                found = measure_family(families[at], works, windows_of(config, works), threads)
+                found = measure_family(families[at], works, windows_of(config, works))
             write_json(family_file(out, families[at]), found)
     return [read_json(family_file(out, family)) for family in families]
 
