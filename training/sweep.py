@@ -7,7 +7,6 @@ settings. Everything is seeded, so the same configuration gives the same file.
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from training.sweep_workers import (
     worker_count,
 )
 from training.threads import single_thread
+from training.versions import versions
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -159,7 +159,6 @@ def _in_short(result: dict[str, Any]) -> dict[str, Any]:
 def _about(config: SweepConfig, source: ExtractConfig, ready: Measured, works: Sequence[LayerWork]) -> dict[str, Any]:
     """What the figures depend on; no time of day, so that the same sweep gives the same file."""
     card, manifest = ready.setup.artifact.card, read_manifest(ready.shards / "heldout")
-    names = ("torch", "transformers", "numba", "entmax")
     pairs = sum(n * n for n in works[0].lengths)
     gold = [sum(item.flat.shape[0] for item in work.gold) / (work.heads * pairs) for work in works]
     return {
@@ -177,5 +176,5 @@ def _about(config: SweepConfig, source: ExtractConfig, ready: Measured, works: S
         "tile": TILE,
         "quality_instances": min(config.quality_instances, max(len(works[0].lengths) // 2, 1)),
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]),
+        "versions": versions("torch", "transformers", "numba", "entmax"),
     }
