@@ -37,7 +37,11 @@ class Row:
 
 
 def predicted(
-    layers: Sequence[Predictor], points: Sequence[Points], positional: Pattern, tile_size: int, aims: Sequence[float]
+    layers: Sequence[Predictor | None],
+    points: Sequence[Points],
+    positional: Pattern,
+    tile_size: int,
+    aims: Sequence[float],
 ) -> Iterator[Row]:
     """The artifact's maps, a density allotted to heads where it buys most."""
     for aim in aims:

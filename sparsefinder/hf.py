@@ -88,7 +88,10 @@ _OWNER: weakref.WeakKeyDictionary[torch.nn.Module, "Attached"] = weakref.WeakKey
 
 
 class Attached:
-    """A model whose attention is ours. Made by `attach`; `using` chooses the mode for a block of code."""
+    """A model whose attention is ours. Made by `attach`; `using` chooses the mode for a block of code.
+
+    callers: what runs as each layer.
+    """
 
     def __init__(
         self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor | None], positional: Pattern
@@ -99,8 +102,8 @@ class Attached:
         self.predictors = tuple(predictors)
         self.positional = positional
         self.tile_size: int | Tensor = 32
+        self.callers: tuple[Caller, ...] = ()
         self.places: dict[torch.nn.Module, list[int]] = {}
-        self.cross: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def using(self, mode: Mode, *, observe: Observe | None = None, plan_for: PlanFor | None = None) -> Iterator[None]:
@@ -149,11 +152,6 @@ class Attached:
         return Run("sparse" if self.predictors else "dense")
 
 
-def module_of(attached: Attached, layer: int) -> torch.nn.Module:
-    """The attention module that runs as this layer."""
-    return next(module for module, places in attached.places.items() if layer in places)
-
-
 def attach(
     model: Any,
     *,
@@ -194,14 +192,14 @@ def attach(
     probe = Attached(base, 1.0, torch.ones(layers, heads, device=device), (), Nothing())
     verify(base, layers, NAME, lambda callers: _own(probe, callers))
     attached = Attached(base, alpha, scales.to(device), predictors, positional or Nothing())
-    attached.tile_size, attached.places, attached.cross = tile_size, probe.places, probe.cross
+    attached.tile_size, attached.callers, attached.places = tile_size, probe.callers, probe.places
     for module in attached.places:
         _OWNER[module] = attached
     return attached
 
 
 def _own(attached: Attached, callers: list[Caller]) -> None:
-    attached.cross = frozenset(layer for layer, caller in enumerate(callers) if caller.cross)
+    attached.callers = tuple(callers)
     for layer, caller in enumerate(callers):
         attached.places.setdefault(caller.module, []).append(layer)
         _OWNER[caller.module] = attached
@@ -245,7 +243,7 @@ def _attention(
         )
     layer = _layer(attached, module)
     scale = attached.head_scale[layer] * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    bias, cross = rest.get("position_bias"), layer in attached.cross
+    bias, cross = rest.get("position_bias"), attached.callers[layer].cross
     bias = bias if bias is not None and bool(bias.any()) else None  # T5 hands zeros to its cross-attention
     # The queries of cross-attention sit where those of the self-attention before it sat.
     legal = legal_of_call(module, q, k, mask, rest, _THREAD.cached if cross else None)

@@ -41,9 +41,14 @@ def legal_of_call(
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     if queries != keys and not (causal and queries < keys):
         raise IncompatibleModelError(f"{name}: expected as many keys as queries, got {keys} and {queries}")
-    window = said.get("sliding_window") or getattr(module, "sliding_window", None)
     offset = keys - queries
-    return Legal(real[:, offset:], real, causal, offset, int(window) - 1 if window else None)
+    return Legal(real[:, offset:], real, causal, offset, window_radius(module, said))
+
+
+def window_radius(module: nn.Module, said: Mapping[str, Any]) -> int | None:
+    """How far a token of this attention call may look, None where that has no limit; `said` as in `legal_of_call`."""
+    window = said.get("sliding_window") or getattr(module, "sliding_window", None)
+    return int(window) - 1 if window else None
 
 
 def real_keys(

@@ -113,6 +113,12 @@ def counts(
     return HeadCounts(name, pairs, chosen, gold, kept_gold, rows, exact, columns[6], computed)
 
 
+def no_counts(heads: int, set_name: SetName = "plan") -> HeadCounts:
+    """The counts of a layer for which nothing is predicted: no item, so that its measures are NaN and enter no mean."""
+    none = torch.zeros(0, heads, dtype=torch.int64)
+    return HeadCounts(set_name, none, none, none, none, none, none, none.double(), none)
+
+
 def _head(
     q: Tensor,
     k: Tensor,
@@ -182,7 +188,7 @@ def summarize(layers: Sequence[HeadCounts]) -> Report:
     per_layer = {name: values.nanmean(1) for name, values in heads.items()}
     overall = {name: float(values.nanmean()) for name, values in per_layer.items()}
     empty = torch.stack([(layer.gold == 0).sum() for layer in layers])
-    instances = int((layers[0].legal > 0).any(1).sum())
+    instances = max(int((layer.legal > 0).any(1).sum()) for layer in layers)
     return Report(layers[0].set_name, heads, per_layer, overall, empty, instances)
 
 
