@@ -35,11 +35,7 @@ MODES: tuple[Mode, ...] = ("dense", "sparse")
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j + bias` over the legal pairs.
-
-    bias: of relative positions (T5), for each item or for all; None where there is none. cross: the keys are those of
-    the encoder's text.
-    """
+    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j + bias` over the legal pairs."""
 
     layer: int
     q: Float[Tensor, "B H N D"]
@@ -47,9 +43,8 @@ class LayerInput:
     v: Float[Tensor, "B Hkv M Dv"]
     legal: Legal
     scale: Float[Tensor, " H"]
-    bias: Float[Tensor, "#B H N M"] | None
+    bias: Float[Tensor, "#B H N M"] | None  # of relative positions (T5), for each item or for all
     alpha: float
-    cross: bool
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class LayerCall(LayerInput):
 
 
 Observe = Callable[[LayerCall], None]
-PlanFor = Callable[[LayerInput], Plan]
+PlanFor = Callable[[LayerInput], Plan | None]
 
 
 @dataclass(frozen=True)
@@ -88,10 +83,7 @@ _OWNER: weakref.WeakKeyDictionary[torch.nn.Module, "Attached"] = weakref.WeakKey
 
 
 class Attached:
-    """A model whose attention is ours. Made by `attach`; `using` chooses the mode for a block of code.
-
-    callers: what runs as each layer.
-    """
+    """A model whose attention is ours, made by `attach`. `using` chooses the mode; `callers` are what runs, by layer."""
 
     def __init__(
         self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor | None], positional: Pattern
@@ -107,7 +99,9 @@ class Attached:
 
     @contextlib.contextmanager
     def using(self, mode: Mode, *, observe: Observe | None = None, plan_for: PlanFor | None = None) -> Iterator[None]:
-        """Run the forward passes inside in `mode`; `observe` sees every layer, `plan_for` replaces the predictors.
+        """Run the forward passes inside in `mode`; `observe` sees every layer.
+
+        plan_for: takes the place of the predictors; a layer for which it gives None computes all its legal pairs.
 
         Raises:
             ConfigError: an unknown mode, or `sparse` without predictors or `plan_for`.
@@ -213,7 +207,7 @@ def _start_counting(*_: Any) -> None:
 
 
 def _layer(attached: Attached, module: torch.nn.Module) -> int:
-    """Which layer is calling. A module that several layers share (ALBERT) is told apart by the order of its calls."""
+    """Which layer calls. A module that several layers share (ALBERT) is told apart by the order of its calls."""
     places = attached.places[module]
     if len(places) == 1:
         return places[0]
@@ -248,31 +242,32 @@ def _attention(
     # The queries of cross-attention sit where those of the self-attention before it sat.
     legal = legal_of_call(module, q, k, mask, rest, _THREAD.cached if cross else None)
     _THREAD.cached = legal.query_offset
-    call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha, cross)
+    call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha)
     return _compute(attached, call).transpose(1, 2).contiguous(), None
 
 
 def _compute(attached: Attached, call: LayerInput) -> Tensor:
-    run = attached.run()
+    run, plan = attached.run(), None
     if run.mode == "sparse" and call.legal.radius is None:
-        predictor = attached.predictors[call.layer] if attached.predictors else None
-        if run.plan_for is not None:
-            return _sparse(run, call, run.plan_for(call))
-        if predictor is not None and run.generation is not None and call.legal.causal:
+        if run.generation is not None and call.legal.causal and attached.predictors[call.layer] is not None:
             return _token_by_token(run, run.generation, call)
-        if predictor is not None:
-            return _sparse(run, call, _predicted(attached, predictor, call))
+        plan = _predicted(attached, call) if run.plan_for is None else run.plan_for(call)
+    if plan is not None:
+        return _sparse(run, call, plan)
     output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
     return _seen(run, call, None, output)
 
 
-def _predicted(attached: Attached, predictor: Predictor, call: LayerInput) -> Plan:
-    if call.legal.query_offset and not call.cross:
+def _predicted(attached: Attached, call: LayerInput) -> Plan | None:
+    predictor = attached.predictors[call.layer]
+    if predictor is None:
+        return None
+    if call.legal.query_offset and not call.legal.cross:
         raise ConfigError("a pass over a key-value cache: expected `with attached.generation()` around it, got none")
-    if call.cross and bool(first_real(call.legal).any()):
+    if call.legal.cross and bool(first_real(call.legal).any()):
         raise IncompatibleModelError("cross-attention: expected texts padded on the right, got some on the left")
     # A row of cross-attention stands alone: a tile's list would tell a token of the decoder about later ones.
-    size = 1 if call.cross else attached.tile_size
+    size = 1 if call.legal.cross else attached.tile_size
     return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, size, call.layer)
 
 

@@ -36,7 +36,8 @@ def legal_of_call(
     real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device) if mask is None else mask.bool()
     real = real[:, real.shape[1] - keys :]  # the cache of a sliding-window layer forgets the first keys
     if across is not None:
-        return Legal(torch.ones(q.shape[0], queries, dtype=torch.bool, device=q.device), real, query_offset=across)
+        asking = torch.ones(q.shape[0], queries, dtype=torch.bool, device=q.device)
+        return Legal(asking, real, query_offset=across, cross=True)
     causal = said.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     if queries != keys and not (causal and queries < keys):

@@ -1,7 +1,8 @@
 """Plans: for every (item, head, query tile) the sorted, duplicate-free list of keys it reads, for every fast kernel.
 
-Window, global, predicted keys and every query itself are merged here, so that one entmax threshold covers a row and no
-pair counts twice. A tile's list may hold more than a row needs: with entmax that changes nothing but the cost.
+Window, global, predicted keys and every query itself (but not in cross-attention, see `Legal`) are merged here, so that
+one entmax threshold covers a row and no pair counts twice. A tile's list may hold more than a row needs: with entmax
+that changes nothing but the cost.
 """
 
 from dataclasses import dataclass, fields
@@ -98,6 +99,8 @@ def build_plan(
     heads: int | None = None,
 ) -> Plan:
     """The plan of any pattern: a tile reads every key that one of its rows reads, and every row reads itself.
+
+    Only in cross-attention may a row be empty; its output is then zero.
 
     Tiles of `tile_size` rows are counted from each item's first real token; rows of padding belong to none; rows of
     `GlobalTokens` are tiles of one row. In a causal layer a key may be read from the first row on that chose it, so
@@ -247,7 +250,7 @@ def _runs(rows: np.ndarray, position: np.ndarray, is_global: np.ndarray, size: i
 
 def _mark(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
     real, offset, causal = _contiguous(legal.key_real), legal.query_offset, legal.causal
-    first, radius, others = first_real(legal).cpu().numpy(), -1, []
+    first, radius, others = first_real(legal).cpu().numpy(), -1 if legal.cross else 0, []
     for leaf in union_leaves(pattern):
         if isinstance(leaf, Window):
             radius = max(radius, leaf.radius)
