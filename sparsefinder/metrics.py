@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from sparsefinder.edges import check_gold_mass, gold_pairs, head_probabilities
+from sparsefinder.edges import check_gold_mass, checked_scores, gold_pairs, head_probabilities
 from sparsefinder.errors import DataError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, context_of, materialize
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs, plan_matrix
-from sparsefinder.shapes import check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales, item_bias
+from sparsefinder.shapes import check_alpha, item_bias
 
 SetName = Literal["pattern", "plan"]
 MEASURES = ("sparsity", "recall", "precision", "exact_rows", "mass", "computed_density")
@@ -93,14 +93,9 @@ def counts(
         ShapeError, AlphaError, ConfigError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token.
     """
-    dims = check_qkv(q, k)
-    check_real(legal.query_real, legal.key_real, dims)
-    check_finite("q", q, legal.query_real)
-    check_finite("k", k, legal.key_real)
-    scales = head_scales(scale, dims, q.float())
+    dims, scales, added = checked_scores(q, k, legal, scale, bias)
     ctx, order = context_of(legal, layer), check_alpha(alpha)
     check_gold_mass(gold_mass)
-    added = None if bias is None else check_bias(bias, dims, q)
     table = []
     for b, h in itertools.product(range(dims.batch), range(dims.heads)):
         pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)

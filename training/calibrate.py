@@ -21,6 +21,7 @@ from sparsefinder.predictors import Predictor, RowBudget, Score, Tiles
 from sparsefinder.predictors.tiles import EVERY_KEY, NO_KEY
 from training.allot import HeadCurve, allot
 from training.config import Target
+from training.cut import bisect
 from training.extract import read_layer, read_manifest, read_values
 from training.fit import calibration_items, measuring_items
 from training.layers import asked_predictors, in_place, predicted_layers
@@ -172,14 +173,14 @@ def one_budget(points: Sequence[Points], density: float) -> list[Float64[np.ndar
 
 def one_threshold(points: Sequence[Points], density: float) -> list[Float64[np.ndarray, " H"]]:
     """The one threshold at which all heads together keep this density, by bisection."""
-    low, high = min(float(p.threshold.min()) for p in points), max(float(p.threshold.max()) for p in points)
-    for _ in range(60):
-        middle = (low + high) / 2
-        kept = [
-            np.interp(-middle, -t, d) for p in points for t, d in zip(p.threshold, p.density, strict=True)
-        ]  # fmt: skip
-        low, high = (middle, high) if np.mean(kept) > density else (low, middle)
-    return [np.full(p.threshold.shape[0], (low + high) / 2) for p in points]
+
+    def few(threshold: float) -> bool:
+        lines = ((t, d) for p in points for t, d in zip(p.threshold, p.density, strict=True))
+        return bool(np.mean([np.interp(-threshold, -t, d) for t, d in lines]) <= density)
+
+    ends = min(float(p.threshold.min()) for p in points), max(float(p.threshold.max()) for p in points)
+    found = sum(bisect(*ends, few, 60)) / 2
+    return [np.full(p.threshold.shape[0], found) for p in points]
 
 
 def with_thresholds(predictor: Cuttable, thresholds: Float64[np.ndarray, " H"]) -> Predictor:
