@@ -125,7 +125,6 @@ class ServedModel:
         computed = np.stack(seen.computed) if mode == "sparse" else self._dense_pairs(mask)
         return Forward(vectors.float().cpu().numpy(), computed, legal_pairs, tuple(seen.audit))
 
-
     def _dense_pairs(self, mask: Tensor) -> Counts:
         """`[L, H]`: the pairs of each layer that exist, which in a sliding-window layer are few."""
         rows = [legal_count(Legal(mask, mask, radius=caller.radius)) for caller in self._attached.callers]

@@ -128,10 +128,11 @@ def load(path: str | Path) -> Artifact:
 
 def _check(artifact: Artifact) -> None:
     """Completeness and finiteness; every message names what is wrong."""
-    card, count = artifact.card, len(predicted(artifact))
+    card = artifact.card
+    count = len(predicted(artifact))
     if count < 1 or len(artifact.layers) != card.layers:
-        came = len(artifact.layers) if count else 0
-        raise ArtifactError(f"layers: expected predictors for {card.layers} layers, got {came}")
+        found = len(artifact.layers) if count else 0
+        raise ArtifactError(f"layers: expected predictors for {card.layers} layers, got {found}")
     if [len(row) for row in card.head_scale] != [card.heads] * card.layers:
         raise ArtifactError(f"head_scale: expected {card.layers} rows of {card.heads} numbers")
     if not all(math.isfinite(value) for row in card.head_scale for value in row):
@@ -161,7 +162,7 @@ def _groups(artifact: Artifact) -> list[tuple[str, Sequence[Any]]]:
 
 
 def _all_projections(artifact: Artifact) -> list[tuple[int, Projections]]:
-    served = [(i, p.projections) for i, p in enumerate(artifact.layers) if hasattr(p, "projections")]
+    served = [(i, p.projections) for i, p in enumerate(artifact.layers) if p is not None and hasattr(p, "projections")]
     layers = predicted(artifact)
     return served + [pair for maps in artifact.projections.values() for pair in zip(layers, maps, strict=True)]
 

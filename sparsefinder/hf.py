@@ -83,7 +83,7 @@ _OWNER: weakref.WeakKeyDictionary[torch.nn.Module, "Attached"] = weakref.WeakKey
 
 
 class Attached:
-    """A model whose attention is ours, made by `attach`. `using` chooses the mode; `callers` are what runs, by layer."""
+    """A model whose attention is ours, made by `attach`. `using` chooses the mode, `callers` run the layers."""
 
     def __init__(
         self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor | None], positional: Pattern

@@ -1,21 +1,12 @@
 """An artifact with one layer of every kind."""
 
 import dataclasses
-import json
-import os
-import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-import sparsefinder.artifact as module
-import sparsefinder.atomic_folder as folders
-from sparsefinder.artifact import CARD, DELTA_FILE, PREDICTOR_FILE, Artifact, Card, load, save
-from sparsefinder.errors import ArtifactError
+from sparsefinder.artifact import Artifact, Card
 from sparsefinder.predictors import (
     Clusters,
     Distance,

@@ -1,27 +1,14 @@
 """Maps, sequences and one predictor of every kind, with what tests ask of patterns and plans."""
 
-import dataclasses
-import tracemalloc
-import warnings
-
 import numpy as np
 import oracles_predict as oracle
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, materialize
-from sparsefinder.patterns.heads import Sequential
-from sparsefinder.patterns.legal import Legal, legal_from_mask, legal_full
-from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
-from sparsefinder.patterns.random_keys import RandomKeys
-from sparsefinder.plan import Plan, computed_pairs, plan_matrix
+from sparsefinder.patterns.legal import Legal
+from sparsefinder.plan import Plan
 from sparsefinder.predictors import (
-    PREDICTORS,
     Clusters,
     Distance,
     Predictor,
@@ -30,17 +17,8 @@ from sparsefinder.predictors import (
     Score,
     Tiles,
     WindowOnly,
-    layer_pattern,
-    layer_plan,
-    mixed_share,
-    predictor_to,
-    project,
-    random_projections,
-    tile_means,
-    tile_scores,
     true_score_projections,
 )
-from sparsefinder.predictors.tiles import _fill_by_item, normalized_scores
 
 HEADS, DIM, RANK = 4, 8, 3
 

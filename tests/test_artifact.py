@@ -1,9 +1,6 @@
 """Artifacts: what is written comes back, equal content has an equal hash, and a crash leaves a whole one."""
 
-from cases_artifact import DIM, HEADS, LAYERS, RANK, artifact, card, layer, listing
 import dataclasses
-import json
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -11,18 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from cases_artifact import DIM, HEADS, RANK, artifact, card, listing
 
 import sparsefinder.artifact as module
 import sparsefinder.atomic_folder as folders
-from sparsefinder.artifact import CARD, DELTA_FILE, PREDICTOR_FILE, Artifact, Card, load, save
+from sparsefinder.artifact import CARD, DELTA_FILE, PREDICTOR_FILE, Artifact, load, save
 from sparsefinder.errors import ArtifactError
 from sparsefinder.predictors import (
-    Clusters,
     Distance,
-    Predictor,
-    RowBudget,
-    Tiles,
     WindowOnly,
     random_projections,
 )

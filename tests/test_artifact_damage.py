@@ -1,31 +1,19 @@
 """Damaged artifacts: every damage is refused by name, also where somebody made the hashes right again."""
 
-from cases_artifact import DIM, HEADS, LAYERS, RANK, artifact, card, layer, listing
-import dataclasses
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from cases_artifact import artifact
 from safetensors.torch import load_file, save_file
 
 import sparsefinder.artifact as module
-import sparsefinder.atomic_folder as folders
-from sparsefinder.artifact import CARD, DELTA_FILE, PREDICTOR_FILE, Artifact, Card, load, save
+from sparsefinder.artifact import CARD, DELTA_FILE, PREDICTOR_FILE, load, save
 from sparsefinder.errors import ArtifactError
-from sparsefinder.predictors import (
-    Clusters,
-    Distance,
-    Predictor,
-    RowBudget,
-    Tiles,
-    WindowOnly,
-    random_projections,
-)
 
 
 def reseal(path: Path) -> None:

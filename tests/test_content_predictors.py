@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from cases_content import DIM, HEADS, RANK, content_predictors, gate_maps, graph, maps, sequences, unit
-from torch import Tensor
 from watching import largest_tensor
 
 from sparsefinder.errors import NonFiniteError, PatternError, ShapeError

@@ -1,4 +1,4 @@
-"""A language model that comes as one GGUF file: a tiny one, written here, is read as the model that it was made from."""
+"""A language model that comes as one GGUF file: a tiny one, written here, is read as the model it was made from."""
 
 from pathlib import Path
 from typing import Any

@@ -1,26 +1,33 @@
 """Predictors against double loops, and the laws they keep: growth, exact budgets, padding, the past."""
 
-from cases_predictors import DIM, HEADS, RANK, bilinear_scores, every_predictor, graph, head_arrays, lists, maps, sequences
 import dataclasses
-import tracemalloc
 import warnings
 
-import numpy as np
 import oracles_predict as oracle
 import pytest
 import torch
+from cases_predictors import (
+    DIM,
+    HEADS,
+    RANK,
+    bilinear_scores,
+    every_predictor,
+    graph,
+    head_arrays,
+    lists,
+    maps,
+    sequences,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
-from sparsefinder.patterns.algebra import Pattern, materialize
+from sparsefinder.errors import PatternError, ShapeError
+from sparsefinder.patterns.algebra import materialize
 from sparsefinder.patterns.heads import Sequential
-from sparsefinder.patterns.legal import Legal, legal_from_mask, legal_full
+from sparsefinder.patterns.legal import legal_from_mask, legal_full
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
 from sparsefinder.patterns.random_keys import RandomKeys
-from sparsefinder.plan import Plan, computed_pairs, plan_matrix
+from sparsefinder.plan import computed_pairs, plan_matrix
 from sparsefinder.predictors import (
     PREDICTORS,
     Clusters,
@@ -37,11 +44,7 @@ from sparsefinder.predictors import (
     predictor_to,
     project,
     random_projections,
-    tile_means,
-    tile_scores,
-    true_score_projections,
 )
-from sparsefinder.predictors.tiles import _fill_by_item, normalized_scores
 
 
 @pytest.mark.parametrize("causal", [False, True])

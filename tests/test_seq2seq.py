@@ -89,7 +89,7 @@ def test_every_attention_of_both_halves_is_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["T5", "Marian"])
 def test_gold_graphs_patterns_plans_and_metrics_take_every_part(name: str) -> None:
-    """Against loops over the model's own calls: entmax of scores with T5's bias over the legal pairs of ragged texts."""
+    """Against loops over the model's own calls: entmax of scores with T5's bias over legal pairs."""
     model, given_ = make(name), ragged()
     _, calls = seen(attach(model, alpha=1.5), "dense", given_)
     for call in calls:
@@ -228,9 +228,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: np.ndarra
     return out
 
 
-def _weights(
-    q: Tensor, k: Tensor, bias: Tensor, allowed: np.ndarray, alpha: float, scale: float = SCALE
-) -> np.ndarray:
+def _weights(q: Tensor, k: Tensor, bias: Tensor, allowed: np.ndarray, alpha: float, scale: float = SCALE) -> np.ndarray:
     p = np.zeros(allowed.shape)
     for i in range(q.shape[0]):
         keys = [j for j in range(k.shape[0]) if allowed[i, j]]

@@ -1,39 +1,12 @@
 """The kernels of the sweep, by loops."""
 
-import dataclasses
-import functools
-import json
-import math
-import random
-
 import numpy as np
 import pytest
-import tiny
-import tiny_bert
 import torch
-from typer.testing import CliRunner
 
-from sparsefinder.artifact import load, save
-from sparsefinder.hf import attach
-from sparsefinder.metrics import counts, summarize
-from sparsefinder.patterns.algebra import context_of
 from sparsefinder.patterns.content import pair_scores
-from sparsefinder.patterns.legal import legal_from_mask
-from sparsefinder.plan import build_plan
-from sparsefinder.predictors import Tiles, random_projections
-from sparsefinder.teacher import load_teacher
 from training import sweep_kernels as kernels
-from training import sweep_measure
-from training.cli import app
-from training.config import SweepConfig
-from training.extract import extract_batch, join_layer
-from training.sweep_families import FAMILIES, all_families
-from training.sweep_files import read_sweep
-from training.sweep_fronts import at_sparsity, front, thinned
-from training.sweep_measure import MEASURES, OF_HALVES, TILE, geometry, measure_family
-from training.sweep_quality import choose_points, locate, union_of
-from training.sweep_setup import Setup
-from training.sweep_sheets import layer_work
+from training.sweep_measure import geometry
 
 
 def test_counting_by_loops():

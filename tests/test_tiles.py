@@ -1,45 +1,21 @@
 """Tile predictors: scores by their definition, sizes per head, memory, and how many keys a tile reads."""
 
-from cases_predictors import DIM, HEADS, RANK, bilinear_scores, every_predictor, graph, head_arrays, lists, maps, sequences
-import dataclasses
 import tracemalloc
-import warnings
 
-import numpy as np
 import oracles_predict as oracle
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
+from cases_predictors import DIM, HEADS, lists, maps, sequences
 from watching import largest_tensor
 
-from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
-from sparsefinder.patterns.algebra import Pattern, materialize
-from sparsefinder.patterns.heads import Sequential
-from sparsefinder.patterns.legal import Legal, legal_from_mask, legal_full
+from sparsefinder.errors import NonFiniteError
+from sparsefinder.patterns.legal import legal_from_mask, legal_full
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
-from sparsefinder.patterns.random_keys import RandomKeys
-from sparsefinder.plan import Plan, computed_pairs, plan_matrix
 from sparsefinder.predictors import (
-    PREDICTORS,
-    Clusters,
-    Distance,
-    Predictor,
-    Projections,
-    RowBudget,
-    Score,
     Tiles,
-    WindowOnly,
-    layer_pattern,
-    layer_plan,
-    mixed_share,
-    predictor_to,
-    project,
     random_projections,
     tile_means,
     tile_scores,
-    true_score_projections,
 )
 from sparsefinder.predictors.tiles import _fill_by_item, normalized_scores
 

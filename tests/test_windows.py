@@ -1,4 +1,4 @@
-"""Models with sliding-window layers, from extraction to attention: windows stay windows, the other layers are predicted."""
+"""Models with sliding-window layers, from extraction to attention: windows stay, the other layers are predicted."""
 
 import json
 from dataclasses import replace
@@ -215,10 +215,10 @@ def test_causal_models_with_both_kinds_of_layers(name):
             hidden[mode] = model(**given).last_hidden_state
     torch.testing.assert_close(hidden["sparse"][mask], hidden["dense"][mask], atol=1e-4, rtol=1e-4)
     with attached.generation():
-        first = model(**{key: value[:, :17] for key, value in given.items()}, use_cache=True)
-        places = given["position_ids"][:, 17:]
+        first = model(**{key: value[:, :21] for key, value in given.items()}, use_cache=True)
+        places = given["position_ids"][:, 21:]
         cache = {"attention_mask": mask.long(), "past_key_values": first.past_key_values}
-        rest = model(input_ids=ids[:, 17:], position_ids=places, **cache)
+        rest = model(input_ids=ids[:, 21:], position_ids=places, **cache)
     whole = torch.cat([first.last_hidden_state, rest.last_hidden_state], 1)
     torch.testing.assert_close(whole[mask], hidden["sparse"][mask], atol=1e-4, rtol=1e-4)
 

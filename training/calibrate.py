@@ -43,7 +43,8 @@ class Calibration:
     Layers that keep their sliding window have no predictor (None), and enter no figure.
 
     table: for every way of `WAYS` its density, recall, mass and output error. reached: those of the allotted budgets on
-    the half that they were chosen on. curve: the same at several densities. density: of every predicted layer and head, there.
+    the half that they were chosen on. curve: the same at several densities. density: of every predicted layer and
+    head, there.
     every, none: heads that read every key, and that read none beside the positional pattern.
     """
 
@@ -102,7 +103,9 @@ def calibrate(
     falling = [-np.sort(-np.stack(layer, 1), axis=1) for layer in zip(*ways, strict=True)]
     measured = pass_over("measure", measuring_items(manifest["instances"], MEASURED), falling)
     table = {name: _figures(measured, way) for name, way in zip(WAYS, ways, strict=True)}
-    layers = in_place([with_thresholds(predictor, cut) for predictor, cut in zip(served, chosen, strict=True)], manifest)
+    layers = in_place(
+        [with_thresholds(predictor, cut) for predictor, cut in zip(served, chosen, strict=True)], manifest
+    )
     last = [p.threshold.shape[1] - 1 for p in points]
     every = sum(int((cut == end).sum()) for cut, end in zip(cuts, last, strict=True))
     none = sum(int((cut == 0).sum()) for cut in cuts)

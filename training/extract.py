@@ -87,7 +87,9 @@ def make_manifest(
     heads = int(config.num_attention_heads)
     windows = [caller.radius for caller in attached.callers]
     if None not in windows:
-        raise IncompatibleModelError("extract: expected a layer that attends to the whole text, got sliding windows only")
+        raise IncompatibleModelError(
+            "extract: expected a layer that attends to the whole text, got sliding windows only"
+        )
     return {
         "schema_version": SCHEMA_VERSION,
         "teacher": teacher.name,
