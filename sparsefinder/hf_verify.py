@@ -69,6 +69,8 @@ def verify(model: Any, layers: int, name: str, own: Callable[[list[Caller]], Non
     try:
         with torch.no_grad():
             probes = [_probe_input(model, side) for side in (("right", "left") if _is_causal(model) else ("right",))]
+            if before == name:  # attached before, perhaps with another transform than softmax
+                model.set_attn_implementation("eager")
             expected = [_hidden(model, probe) for probe in probes]
             calls = _record_calls(model, probes[0])
             if len(calls) != layers:
