@@ -1,8 +1,7 @@
 """Plans: for every (item, head, query tile) the sorted, duplicate-free list of keys it reads, for every fast kernel.
 
-Window, global, predicted keys and every query itself (but not in cross-attention, see `Legal`) are merged here, so that
-one entmax threshold covers a row and no pair counts twice. A tile's list may hold more than a row needs: with entmax
-that changes nothing but the cost.
+Window, global, predicted keys and every query itself are merged here, so that one entmax threshold covers a row and no
+pair counts twice. A tile's list may hold more than a row needs: with entmax that changes nothing but the cost.
 """
 
 from dataclasses import dataclass, fields
@@ -98,16 +97,14 @@ def build_plan(
     *,
     heads: int | None = None,
 ) -> Plan:
-    """The plan of any pattern: a tile reads every key that one of its rows reads, and every row reads itself.
-
-    Only in cross-attention may a row be empty; its output is then zero.
+    """The plan of any pattern: a tile reads every key that one of its rows reads, and every row reads itself
+    (not in cross-attention, where no key is its own: a row may be empty there, and its output zero).
 
     Tiles of `tile_size` rows are counted from each item's first real token; rows of padding belong to none; rows of
     `GlobalTokens` are tiles of one row. In a causal layer a key may be read from the first row on that chose it, so
     that no row's set depends on later tokens.
 
-    Args:
-        heads: needed where neither the pattern nor `tile_size` says how many there are (a window alone).
+    heads: needed where neither the pattern nor `tile_size` says how many there are (a window alone).
 
     Raises:
         PatternError: the number of heads is unknown, or two parts of the pattern disagree on it.
