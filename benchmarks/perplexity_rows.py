@@ -45,7 +45,7 @@ class Row:
 
 
 def predicted(
-    layers: Sequence[Predictor],
+    layers: Sequence[Predictor | None],
     points: Sequence[Points],
     seen: Sequence[LayerInput],
     positional: Pattern,
