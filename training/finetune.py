@@ -36,6 +36,7 @@ SCALE_TEXTS = 2  # chunks that each head's first scale is fitted on
 INSIDE = re.compile(r"(^|\.)layers?\.\d")  # of a layer, by the name of a parameter or module
 ROWS_APART = 16  # of a long causal text every so many rows are asked for their density
 
+
 @dataclass(frozen=True)
 class Quality:
     """Held-out likeness of two models: mean cosine, correlation of off-diagonal similarities, entmax density."""

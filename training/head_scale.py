@@ -26,8 +26,8 @@ def fit_head_scale(
 ) -> Float[Tensor, "L H"]:
     """The scale of every head whose entmax output is nearest to that of its softmax, on the model's own q, k and v.
 
-    Nearest by the squared error that reaches the residual stream, over all real tokens. The model is left attached as
-    the softmax model that it was.
+    Nearest by the squared error that reaches the residual stream, over all real tokens; one of `GRID`, whose steps of
+    half an octave a training refines. The model is left attached as the softmax model that it was.
     """
     attached = attach(teacher.model, alpha=1.0)
     layers, heads = attached.head_scale.shape
@@ -48,14 +48,4 @@ def fit_head_scale(
             on_item(done, len(items))
             tokens, mask = batch(teacher, [item])
             teacher.model(input_ids=tokens, attention_mask=mask.long())
-    return _lowest(errors)
-
-
-def _lowest(errors: Float[Tensor, "L H G"]) -> Float[Tensor, "L H"]:
-    """The factor of least error: the vertex of the parabola through the least point of the grid and its neighbours."""
-    best = errors.argmin(-1, keepdim=True).clamp(1, errors.shape[-1] - 2)
-    left, middle, right = (errors.gather(-1, best + step).squeeze(-1) for step in (-1, 0, 1))
-    bend = left - 2 * middle + right
-    shift = torch.where(bend > 0, 0.5 * (left - right) / bend, 0.0).clamp(-1, 1)
-    octaves = torch.tensor(GRID, dtype=torch.float64).log2()[best.squeeze(-1)] + 0.5 * shift
-    return (2.0**octaves).float()
+    return torch.tensor(GRID)[errors.argmin(-1)]
