@@ -199,6 +199,7 @@ def test_an_interrupted_training_goes_on_to_the_same_end(
     assert delta.keys() == expected.keys()
     assert all(torch.equal(delta[name], expected[name]) for name in delta)
     assert torch.equal(student.attached.head_scale, expected_student.attached.head_scale)
+    assert state.before > 0
     assert State(state.path, {"run": 2}).read(torch.optim.AdamW([torch.zeros(1)]), torch.zeros(2, 4)) == 0
     state.path.write_bytes(b"no tensors")
     with pytest.raises(DataError, match="damaged"):

@@ -159,8 +159,8 @@ class FinetuneConfig:
     head's own, fitted to the original's attention (`training.head_scale`). density: what the mean density over heads is
     held to, a fraction of legal pairs; None = what the loss comes to.
     local_steps: so many first steps compare each attention layer by itself (`distances.layers_distance`).
-    embedding_weight, mlm_weight, mlm_share: of encoders. hidden_weight, positions: of causal models, what errors of
-    hidden states count beside the next words, and at how many places of a batch words are compared.
+    embedding_weight, mlm_weight, mlm_share: of encoders. hidden_weight, positions: of causal models, what the angles
+    of hidden states count beside the next words, and at how many places of a batch words are compared.
     """
 
     teacher: str = "minilm"
@@ -195,9 +195,10 @@ class FinetuneConfig:
 
 
 def smollm2_finetune() -> FinetuneConfig:
-    """SmolLM2-135M: each head's own scale, then LoRA in all linear layers; no density is asked for."""
+    """SmolLM2-135M: each head's own scale, then LoRA, layer by layer first; no density is asked for."""
     return FinetuneConfig(
-        teacher="smollm2", rank=16, steps=500, batch_size=1, tokens=1024, start_scale=None, density=None
+        teacher="smollm2", rank=16, steps=180, batch_size=1, tokens=1024, learning_rate=1.2e-3, warmup=10,
+        start_scale=None, density=None, local_steps=50, positions=512,
     )  # fmt: skip
 
 

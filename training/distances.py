@@ -62,7 +62,7 @@ def masked_loss(student: Student, items: Items, share: float, generator: torch.G
 def causal_distance(
     student: Student, original: Teacher, items: Items, config: FinetuneConfig, generator: torch.Generator
 ) -> Tensor:
-    """Kullback–Leibler divergence of the next word (original to twin) plus a weighted error of the hidden states.
+    """Kullback–Leibler divergence of the next word (original to twin) plus weighted angles of the hidden states.
 
     The head of a small model costs as much as its layers, so words are compared at `config.positions` places drawn
     anew in each step; hidden states at all.
@@ -80,7 +80,7 @@ def causal_distance(
     if not config.hidden_weight:
         return words
     pairs = zip(came.hidden_states[1:], expected.hidden_states[1:], strict=True)
-    return words + config.hidden_weight * torch.stack([_relative(a, b, mask) for a, b in pairs]).mean()
+    return words + config.hidden_weight * torch.stack([_turned(a, b, mask) for a, b in pairs]).mean()
 
 
 def divergence(ours: Float[Tensor, "B N V"], theirs: Float[Tensor, "B N V"]) -> Float[Tensor, "B N"]:
@@ -89,9 +89,9 @@ def divergence(ours: Float[Tensor, "B N V"], theirs: Float[Tensor, "B N V"]) -> 
     return torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
 
 
-def _relative(a: Float[Tensor, "B N d"], b: Float[Tensor, "B N d"], mask: Bool[Tensor, "B N"]) -> Tensor:
-    """Squared error over squared length, token by token: the first one of a causal model is a hundred times longer."""
-    return ((a - b).square().sum(-1) / b.square().sum(-1))[mask].mean()
+def _turned(a: Float[Tensor, "B N d"], b: Float[Tensor, "B N d"], mask: Bool[Tensor, "B N"]) -> Tensor:
+    """One minus the cosine, token by token: lengths differ a hundredfold among tokens, and the next layer drops them."""
+    return 1 - torch.cosine_similarity(a, b, dim=-1)[mask].mean()
 
 
 def layers_distance(student: Student, original: Teacher, items: Items) -> Tensor:

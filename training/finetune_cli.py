@@ -46,7 +46,10 @@ def finetune_command(
         float | None,
         Option(min=0.0, max=1.0, help=f"Share of non-zero weights to hold, 0 = none; {OWN} {DEFAULT.density}."),
     ] = None,
-    eval_chunks: Annotated[int, Option(min=3, help="Chunks to measure on, from each held-out text.")] = 100,
+    eval_chunks: Annotated[
+        int | None,
+        Option(min=3, help="Chunks to measure on, from each held-out text; default: 100, of causal models 8."),
+    ] = None,
     seed: Annotated[int, Option()] = DEFAULT.seed,
 ) -> None:
     """Replace a model's softmax by entmax and distil the original into it; writes a small delta with its figures.

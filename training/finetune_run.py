@@ -3,7 +3,6 @@
 import dataclasses
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +21,8 @@ from training.distances import Student
 from training.finetune import CausalQuality, Ids, Quality, finetune, measure, measure_causal
 from training.finetune_state import State
 
+EVAL_CHUNKS, CAUSAL_EVAL_CHUNKS = 100, 8
+
 
 def finetune_artifact(
     config: FinetuneConfig,
@@ -30,7 +31,7 @@ def finetune_artifact(
     text: Sequence[Path] = (),
     eval_text: Sequence[Path] = (),
     artifact: Path | None = None,
-    eval_chunks: int = 100,
+    eval_chunks: int | None = None,
 ) -> Card:
     """Train a student on the embedded default and `text`, measure it on held-out text, write it to `out`.
 
@@ -46,9 +47,9 @@ def finetune_artifact(
     sources = [chunk_tokens(original, part, config.tokens) for part in train]
     about = [dataclasses.asdict(config), [text_hash(part) for part in train], start.card.hash if start else None]
     state = State(out.with_name(f"{out.name}.state"), about)
-    started = time.perf_counter()
     student, delta = _train(config, sources, start, console, state)
-    minutes = (time.perf_counter() - started) / 60
+    minutes = state.seconds() / 60
+    eval_chunks = eval_chunks or (EVAL_CHUNKS if original.lm is None else CAUSAL_EVAL_CHUNKS)
     qualities = _measure(original, student, held_out, config.tokens, eval_chunks)
     figures = {name: dataclasses.asdict(quality) for name, quality in qualities.items()}
     record = {

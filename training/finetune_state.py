@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,20 @@ from torch import Tensor
 from sparsefinder.errors import DataError
 from training.extract import write_tensors
 
-EVERY = 25  # steps
+EVERY = 10  # steps
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
-@dataclass(frozen=True)
 class State:
     """Where a training is kept. about: what decides its course, plain JSON; the state of another one is not read."""
 
-    path: Path
-    about: Any
+    def __init__(self, path: Path, about: Any):
+        self.path, self.about = path, about
+        self.started, self.before = time.perf_counter(), 0.0
+
+    def seconds(self) -> float:
+        """How long this training has taken, with the parts before interruptions that were kept."""
+        return self.before + time.perf_counter() - self.started
 
     def write(self, optimizer: torch.optim.Optimizer, smoothed: Tensor, step: int) -> None:
         """Keep the state after `step` steps, now and then. DataError where it cannot be written."""
@@ -34,7 +38,7 @@ class State:
             tensors |= {f"{number}.{name}": kept[name] for name in MOMENTS if name in kept} | {f"{number}": weight}
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(self.path, tensors, {"step": str(step), "about": self._digest()})
+        write_tensors(self.path, tensors, {"step": str(step), "about": self._digest(), "seconds": str(self.seconds())})
 
     def read(self, optimizer: torch.optim.Optimizer, smoothed: Tensor) -> int:
         """Put the kept state in place; returns the number of steps that are done, 0 where nothing fits."""
@@ -55,6 +59,7 @@ class State:
                 kept = {name: tensors[f"{number}.{name}"] for name in MOMENTS if f"{number}.{name}" in tensors}
                 if kept:
                     optimizer.state[weight] = kept
+        self.started, self.before = time.perf_counter(), float(about["seconds"])
         return int(about["step"])
 
     def remove(self) -> None:
