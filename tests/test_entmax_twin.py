@@ -51,16 +51,29 @@ def scaled(folder: Path, scale: torch.Tensor) -> tuple[Teacher, Student]:
     return load_teacher(str(folder)), Student(student, attach(student.model, alpha=1.5, head_scale=scale), {})
 
 
-def head_errors(folder: Path, text: Sequence[int], factor: float) -> torch.Tensor:
+def uneven(folder: Path) -> Teacher:
+    """The model, with heads from diffuse to steep."""
+    teacher = load_teacher(str(folder))
+    with torch.no_grad():
+        for layer in teacher.model.layers:
+            layer.self_attn.q_proj.weight *= torch.tensor([0.01, 0.05, 0.2, 1.0]).repeat_interleave(DIM)[:, None]
+    return teacher
+
+
+def head_errors(teacher: Teacher, text: Sequence[int], factor: float) -> torch.Tensor:
     """By the definition, head after head: what entmax at a scale changes in the residual stream."""
-    lm = load_teacher(str(folder)).lm
-    inputs = [[] for _ in range(LAYERS)]
-    for layer, into in zip(lm.model.layers, inputs, strict=True):
-        layer.self_attn.register_forward_pre_hook(lambda m, a, k, into=into: into.append(k), with_kwargs=True)
+    lm = teacher.lm
+    inputs: list[dict[str, torch.Tensor]] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(lambda m, a, kwargs: inputs.append(kwargs), with_kwargs=True)
+        for layer in lm.model.layers
+    ]
     with torch.no_grad():
         lm(input_ids=torch.tensor([text]))
+    for hook in hooks:
+        hook.remove()
     errors = torch.zeros(LAYERS, HEADS)
-    for at, (kwargs,) in enumerate(inputs):
+    for at, kwargs in enumerate(inputs):
         module = lm.model.layers[at].self_attn
         x, (cos, sin) = kwargs["hidden_states"][0], kwargs["position_embeddings"]
         for h in range(HEADS):
@@ -75,14 +88,16 @@ def head_errors(folder: Path, text: Sequence[int], factor: float) -> torch.Tenso
 
 
 def test_each_head_gets_the_scale_that_changes_its_output_least(folder: Path) -> None:
-    text = TEXTS[0][:24]
-    found = fit_head_scale(load_teacher(str(folder)), [text], 1.5)
-    errors = torch.stack([head_errors(folder, text, factor) for factor in GRID], -1)
+    text = TEXTS[0][:16]
+    found = fit_head_scale(uneven(folder), [text], 1.5)
+    errors = torch.stack([head_errors(uneven(folder), text, factor) for factor in GRID], -1)
     assert torch.equal(found, torch.tensor(GRID)[errors.argmin(-1)])
-    assert errors.amin(-1).sum() < 0.95 * errors.sum((0, 1)).min()  # better than the best one for all
+    assert errors.amin(-1).sum() < 0.9 * errors.sum((0, 1)).min()  # better than the best one for all
 
 
-@pytest.mark.parametrize("changes", [{}, {"local_steps": 12}, {"form": "attention", "hidden_weight": 0.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"local_steps": 12}, {"form": "attention", "learning_rate": 2e-3, "hidden_weight": 0.0}]
+)
 def test_the_loss_falls(folder: Path, changes: dict[str, object]) -> None:
     losses: list[float] = []
     chosen = config(folder, steps=12, **changes)
@@ -104,7 +119,7 @@ def test_a_closed_loop_finds_scales_that_no_single_one_matches(folder: Path) -> 
 def test_distances_are_zero_for_the_original_itself_and_not_for_its_twin(folder: Path) -> None:
     original, own = load_teacher(str(folder)), load_teacher(str(folder))
     ones, generator = torch.ones(LAYERS, HEADS), torch.Generator().manual_seed(0)
-    for alpha, low, high in ((1.0, 0.0, 1e-8), (1.5, 1e-3, 100.0)):
+    for alpha, low, high in ((1.0, -1e-6, 1e-6), (1.5, 1e-3, 100.0)):
         student = Student(own, attach(own.model, alpha=1.0, head_scale=ones), {})
         student.attached.alpha = alpha
         with torch.no_grad():
