@@ -9,6 +9,7 @@ all scales together by the divergence of the next word in the twin itself (close
 """
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -81,7 +82,7 @@ def _stages(options: argparse.Namespace, original: Teacher) -> Iterator[tuple[st
     if options.loop_steps:
         yield "scale per head, closed loop", scaled(1.5, lambda: _closed_loop(options, original, train))
     for folder in options.twin:
-        yield folder.name, lambda folder=folder: _twin(options, folder)
+        yield folder.name, functools.partial(_twin, options, folder)
 
 
 def _closed_loop(options: argparse.Namespace, original: Teacher, train: list[str]) -> torch.Tensor:

@@ -197,7 +197,7 @@ class FinetuneConfig:
 def smollm2_finetune() -> FinetuneConfig:
     """SmolLM2-135M: each head's own scale, then LoRA, layer by layer first; no density is asked for."""
     return FinetuneConfig(
-        teacher="smollm2", rank=16, steps=180, batch_size=1, tokens=1024, learning_rate=1.2e-3, warmup=10,
+        teacher="smollm2", rank=16, steps=110, batch_size=1, tokens=1024, learning_rate=1.2e-3, warmup=10,
         start_scale=None, density=None, local_steps=50, positions=512,
     )  # fmt: skip
 

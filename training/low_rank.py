@@ -36,7 +36,8 @@ def add_low_rank(linears: Iterable[torch.nn.Linear], rank: int, seed: int) -> No
 
 
 def _beside(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output + linear.get_submodule(NAME)(inputs[0])
+    path = linear.get_submodule(NAME)(inputs[0])
+    return torch.add(output, path)
 
 
 @torch.no_grad()
