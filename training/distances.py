@@ -90,7 +90,7 @@ def divergence(ours: Float[Tensor, "B N V"], theirs: Float[Tensor, "B N V"]) -> 
 
 
 def _turned(a: Float[Tensor, "B N d"], b: Float[Tensor, "B N d"], mask: Bool[Tensor, "B N"]) -> Tensor:
-    """One minus the cosine, token by token: lengths differ a hundredfold among tokens, and the next layer drops them."""
+    """One minus the cosine, token by token: lengths differ a hundredfold, and the next layer drops them."""
     return 1 - torch.cosine_similarity(a, b, dim=-1)[mask].mean()
 
 

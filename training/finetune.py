@@ -61,7 +61,7 @@ class CausalQuality:
 def make_student(config: FinetuneConfig, start: Artifact | None = None, texts: Ids = ()) -> Student:
     """Load the model once more, put entmax into it and choose what may change; `start` = go on from that artifact.
 
-    texts: what each head's own scale is fitted on, where it is to have one.
+    texts: what each head's own scale is fitted on, where it is to have one; none = a kept one follows.
 
     Raises:
         ArtifactError: the delta to start from does not fit this model.
@@ -74,10 +74,11 @@ def make_student(config: FinetuneConfig, start: Artifact | None = None, texts: I
     model = teacher.model
     if start is not None:
         scale = torch.tensor(start.card.head_scale)
-    elif config.start_scale is None:
+    elif config.start_scale is None and texts:
         scale = fit_head_scale(teacher, texts, config.alpha)
     else:
-        scale = torch.full((model.config.num_hidden_layers, model.config.num_attention_heads), config.start_scale)
+        shape = (model.config.num_hidden_layers, model.config.num_attention_heads)
+        scale = torch.full(shape, config.start_scale or 1.0)
     attached = attach(model, alpha=config.alpha, head_scale=scale)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     if start is not None:
@@ -175,7 +176,8 @@ def finetune(
     `on_step` is told the step, the loss and the smoothed density. Dropout is off: the target is a function, not data.
     state: where the training is kept while it runs, and goes on from.
     """
-    original, student = load_teacher(config.teacher), make_student(config, start, _first(sources))
+    fitting = () if state is not None and state.kept() else _first(sources)
+    original, student = load_teacher(config.teacher), make_student(config, start, fitting)
     weights = [w for w in student.teacher.model.parameters() if w.requires_grad]
     log_scale = student.attached.head_scale.log().requires_grad_()
     optimizer = _optimizer(config, weights, log_scale)

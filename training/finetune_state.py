@@ -40,18 +40,22 @@ class State:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(self.path, tensors, {"step": str(step), "about": self._digest(), "seconds": str(self.seconds())})
 
-    def read(self, optimizer: torch.optim.Optimizer, smoothed: Tensor) -> int:
-        """Put the kept state in place; returns the number of steps that are done, 0 where nothing fits."""
+    def kept(self) -> bool:
+        """Is there a state of this very training? DataError where the file is damaged."""
         try:
             with safe_open(self.path, "pt") as file:
-                about = file.metadata()
-                if about["about"] != self._digest():
-                    return 0
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+                return bool(file.metadata()["about"] == self._digest())
         except FileNotFoundError:
-            return 0
-        except (OSError, SafetensorError) as error:
+            return False
+        except (OSError, SafetensorError, TypeError, KeyError) as error:
             raise DataError(f"{self.path}: damaged, delete it and start again ({error})") from None
+
+    def read(self, optimizer: torch.optim.Optimizer, smoothed: Tensor) -> int:
+        """Put the kept state in place; returns the number of steps that are done, 0 where nothing fits."""
+        if not self.kept():
+            return 0
+        with safe_open(self.path, "pt") as file:
+            about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         with torch.no_grad():
             smoothed.copy_(tensors["smoothed"])
             for number, weight in enumerate(_weights(optimizer)):
