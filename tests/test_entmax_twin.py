@@ -200,6 +200,9 @@ def test_an_interrupted_training_goes_on_to_the_same_end(
     monkeypatch.setattr(finetune_state, "EVERY", 2)
     chosen, state = config(folder, steps=8), State(tmp_path / "kept.state", {"run": 1})
     expected_student, expected = finetune(chosen, [TEXTS])
+    early: list[int] = []
+    finetune(chosen, [TEXTS], on_step=lambda step, loss, density: early.append(step), until=3)
+    assert early == [0, 1, 2]
     steps: list[int] = []
 
     def stop(step: int, loss: float, density: float) -> None:

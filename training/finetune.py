@@ -170,11 +170,12 @@ def finetune(
     start: Artifact | None = None,
     on_step: Callable[[int, float, float], None] = lambda step, loss, density: None,
     state: State | None = None,
+    until: int | None = None,
 ) -> tuple[Student, dict[str, Tensor]]:
     """Train a student; returns the original plus the delta, as it will be read back, and the delta itself.
 
     `on_step` is told the step, the loss and the smoothed density. Dropout is off: the target is a function, not data.
-    state: where the training is kept while it runs, and goes on from.
+    state: where the training is kept while it runs, and goes on from. until: stop after so many of the steps.
     """
     fitting = () if state is not None and state.kept() else _first(sources)
     original, student = load_teacher(config.teacher), make_student(config, start, fitting)
@@ -185,7 +186,7 @@ def finetune(
     smoothed = torch.zeros_like(log_scale, requires_grad=False)
     first = state.read(optimizer, smoothed) if state else 0
     stream = itertools.islice(batches(sources, config.batch_size, config.seed), first, None)
-    for step, items in zip(range(first, config.steps), stream, strict=False):
+    for step, items in zip(range(first, until or config.steps), stream, strict=False):
         student.attached.head_scale = log_scale.exp()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * _rate(step, config)

@@ -25,6 +25,9 @@ def finetune_command(
     ] = None,
     rank: Annotated[int | None, Option(help=f"Rank of the stored delta (and of LoRA); {OWN} {DEFAULT.rank}.")] = None,
     steps: Annotated[int | None, Option(min=1, help=f"Optimizer steps; {OWN} {DEFAULT.steps}.")] = None,
+    until: Annotated[
+        int | None, Option(min=1, help="Stop after so many steps; the learning rate falls as for all of them.")
+    ] = None,
     local_steps: Annotated[
         int | None, Option(min=0, help="First steps that compare each attention layer by itself.")
     ] = None,
@@ -68,4 +71,4 @@ def finetune_command(
     from training.finetune_run import finetune_artifact
 
     sources = {"text": text or [], "eval_text": eval_text or []}
-    finetune_artifact(config, out, **sources, artifact=artifact, eval_chunks=eval_chunks)
+    finetune_artifact(config, out, **sources, artifact=artifact, eval_chunks=eval_chunks, until=until)

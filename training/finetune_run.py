@@ -32,11 +32,12 @@ def finetune_artifact(
     eval_text: Sequence[Path] = (),
     artifact: Path | None = None,
     eval_chunks: int | None = None,
+    until: int | None = None,
 ) -> Card:
     """Train a student on the embedded default and `text`, measure it on held-out text, write it to `out`.
 
     artifact: go on from its delta and head scale. Until the end what is learned is kept beside `out`, in `out.state`:
-    the same call goes on where it stopped.
+    the same call goes on where it stopped. until: stop after so many of the steps, as good as it is then.
 
     Raises:
         DataError, ConfigError, ArtifactError, IncompatibleModelError: what cannot be read, or does not fit.
@@ -47,7 +48,7 @@ def finetune_artifact(
     sources = [chunk_tokens(original, part, config.tokens) for part in train]
     about = [dataclasses.asdict(config), [text_hash(part) for part in train], start.card.hash if start else None]
     state = State(out.with_name(f"{out.name}.state"), about)
-    student, delta = _train(config, sources, start, console, state)
+    student, delta = _train(config, sources, start, console, state, until)
     minutes = state.seconds() / 60
     eval_chunks = eval_chunks or (EVAL_CHUNKS if original.lm is None else CAUSAL_EVAL_CHUNKS)
     qualities = _measure(original, student, held_out, config.tokens, eval_chunks)
@@ -55,6 +56,7 @@ def finetune_artifact(
     record = {
         "command": shlex.join(["sparsefinder-train", *sys.argv[1:]]),
         "config": dataclasses.asdict(config),
+        "steps": until or config.steps,
         "text_sha256": text_hash([piece for part in train for piece in part]),
         "chunks": [len(source) for source in sources],
         "minutes": round(minutes, 1),
@@ -91,7 +93,12 @@ def _line(quality: Quality | CausalQuality) -> str:
 
 
 def _train(
-    config: FinetuneConfig, sources: Sequence[Ids], start: Artifact | None, console: Console, state: State
+    config: FinetuneConfig,
+    sources: Sequence[Ids],
+    start: Artifact | None,
+    console: Console,
+    state: State,
+    until: int | None,
 ) -> tuple[Student, dict[str, Tensor]]:
     with Progress(console=console, transient=not console.is_terminal) as progress:
         bar = progress.add_task("finetune", total=config.steps)
@@ -101,7 +108,7 @@ def _train(
             if not console.is_terminal and (step + 1) % 25 == 0:
                 console.print(f"step {step + 1} of {config.steps}: loss {loss:.4f}, density {density:.2%}")
 
-        return finetune(config, sources, start=start, on_step=on_step, state=state)
+        return finetune(config, sources, start=start, on_step=on_step, state=state, until=until)
 
 
 def _measure(
