@@ -63,9 +63,10 @@ def test_a_form_changes_what_it_names_and_nothing_else(tmp_path: Path, form: str
         "all": {name for name in weights if ".layer." in name},
         "attention": {name for name in weights if ".layer." in name and "attention" in name},
         "lora": {name for name in weights if ".layer." in name and name.endswith("weight") and "LayerNorm" not in name},
+        "scales": set[str](),
     }[form]
     assert changed <= expected
-    assert len(changed) > 0.8 * len(expected)  # the bias of a key changes nothing, so it may stay
+    assert len(changed) >= 0.8 * len(expected)  # the bias of a key changes nothing, so it may stay
     untouched = dict(load_teacher(str(tmp_path / "model")).model.named_parameters())
     for name in set(weights) - changed:
         assert torch.equal(weights[name], untouched[name])

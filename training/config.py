@@ -12,11 +12,11 @@ from sparsefinder.errors import ConfigError
 Objective = Literal["hinge", "hinge-sum", "logistic", "bilinear", "listwise"]
 Kind = Literal["distance", "score", "clusters", "budget", "tiles"]
 Measure = Literal["recall", "mass", "density", "output"]
-Form = Literal["all", "attention", "lora"]
+Form = Literal["all", "attention", "lora", "scales"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 # Steps of one size suit each form: whole weights diverge at what the factors of LoRA need (docs/decisions.md).
-LEARNING_RATES: dict[Form, float] = {"all": 4e-4, "attention": 4e-4, "lora": 1.5e-3}
+LEARNING_RATES: dict[Form, float] = {"all": 4e-4, "attention": 4e-4, "lora": 1.5e-3, "scales": 0.0}
 
 CLUSTER_COUNTS = (8, 16, 32, 64)  # of the centroids that are kept for every metric set of maps, for comparisons
 
@@ -153,9 +153,14 @@ class RunConfig:
 class FinetuneConfig:
     """How a student is trained.
 
-    rank: of LoRA and of the stored delta. learning_rate: None = the form's own. scale_rate: learning rate of each
-    head's log scale, 0 = no scale learns. density: what the mean density over heads is held to, a fraction of legal
-    pairs.
+    form: what is trained beside the heads' scales, all weights of the layers, those of their attention, low-rank paths
+    beside them, or nothing (`scales`). rank: of LoRA and of the stored delta. learning_rate: None = the form's own.
+    scale_rate: learning rate of each head's log scale, 0 = no scale learns. start_scale: of all heads; None = each
+    head's own, fitted to the original's attention (`training.head_scale`). density: what the mean density over heads is
+    held to, a fraction of legal pairs; None = what the loss comes to.
+    local_steps: so many first steps compare each attention layer by itself (`distances.layers_distance`).
+    embedding_weight, mlm_weight, mlm_share: of encoders. hidden_weight, positions: of causal models, what the angles
+    of hidden states count beside the next words, and at how many places of a batch words are compared.
     """
 
     teacher: str = "minilm"
@@ -163,16 +168,46 @@ class FinetuneConfig:
     rank: int = 64
     steps: int = 600
     batch_size: int = 8
+    tokens: int = 256
     learning_rate: float | None = None
     scale_rate: float = 0.01
     warmup: int = 20
     alpha: float = 1.5
-    start_scale: float = 0.75
-    density: float = 0.057
+    start_scale: float | None = 0.75
+    density: float | None = 0.057
+    local_steps: int = 0
     embedding_weight: float = 5.0
     mlm_weight: float = 0.1
     mlm_share: float = 0.15
+    hidden_weight: float = 1.0
+    positions: int = 256
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "steps", "batch_size", "tokens", "positions"):
+            _at_least(name, getattr(self, name), 1)
+        if self.form not in FORMS:
+            raise ConfigError(f"form: expected one of {', '.join(FORMS)}, got {self.form!r}")
+        for name in ("density", "start_scale"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}: expected a number above 0, got {value}")
+
+
+def smollm2_finetune() -> FinetuneConfig:
+    """SmolLM2-135M: each head's own scale, then LoRA, layer by layer first; no density is asked for."""
+    return FinetuneConfig(
+        teacher="smollm2", rank=16, steps=110, batch_size=1, tokens=1024, learning_rate=1.2e-3, warmup=10,
+        start_scale=None, density=None, local_steps=50, positions=512,
+    )  # fmt: skip
+
+
+FINETUNES: dict[str, Callable[[], FinetuneConfig]] = {"smollm2": smollm2_finetune}
+
+
+def finetune_config(teacher: str) -> FinetuneConfig:
+    """The configuration that a teacher's finetuning starts from: one of its own, or the default."""
+    return FINETUNES[teacher]() if teacher in FINETUNES else FinetuneConfig(teacher=teacher)
 
 
 def minilm() -> RunConfig:

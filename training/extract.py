@@ -4,9 +4,10 @@ A folder of one split holds `manifest.json` and `shard-00000.safetensors` …; e
 `k.<layer>` `[I, Hkv, N, D]` (float32), `mask` `[I, N]` (True = real token) and the gold edges in the layout of
 `sparsefinder.edges` (`gold_offsets.<layer>`, `gold_flat.<layer>`, int32). A shard appears whole or not at all.
 
-The gold edges of a softmax teacher are not stored: at thousands of tokens they would be larger than q and k, from which
-they are made again, exactly, when somebody asks. Held-out shards hold values as well (`training.values`). Of a layer
-that attends to a sliding window nothing is stored, since nothing is predicted there; the manifest names its `windows`.
+The gold edges of softmax and of causal teachers are not stored: at thousands of tokens they would be larger than q and
+k, from which they are made again, exactly, when somebody asks. Held-out shards hold values as well (`training.values`).
+Of a layer that attends to a sliding window nothing is stored, since nothing is predicted there; the manifest names its
+`windows`.
 """
 
 import functools
@@ -163,7 +164,7 @@ def extract_batch(
         if values:
             width = call.output.shape[1] * call.output.shape[3]
             found.update(value_tensors(call, output_weight(teacher.model, attached.callers[call.layer].module, width)))
-        if call.alpha == 1:
+        if call.alpha == 1 or call.legal.causal:
             return
         edges = gold_edges(q, k, call.legal, call.alpha, call.scale)
         found[f"gold_offsets.{call.layer}"] = edges.offsets.cpu()
@@ -204,8 +205,8 @@ def read_layer(folder: Path, layer: int, manifest: dict[str, Any] | None = None)
     manifest = manifest or read_manifest(folder)
     if layer not in predicted_layers(manifest):
         raise DataError(f"layer {layer}: expected one of {predicted_layers(manifest)}, which attend to the whole text")
-    names = LAYER_TENSORS + (() if manifest["alpha"] == 1 else GOLD_TENSORS)
-    parts = _read_parts(folder, manifest, ["mask", *(f"{name}.{layer}" for name in names)])
+    names, gold = ([f"{name}.{layer}" for name in group] for group in (LAYER_TENSORS, GOLD_TENSORS))
+    parts = _read_parts(folder, manifest, ["mask", *names], gold)
     return join_layer(parts, layer, float(manifest["alpha"]), manifest.get("gold_mass"))
 
 
@@ -217,14 +218,16 @@ def read_values(folder: Path, layer: int, manifest: dict[str, Any] | None = None
     return join_values(_read_parts(folder, manifest, [f"{name}.{layer}" for name in VALUE_TENSORS]), layer)
 
 
-def _read_parts(folder: Path, manifest: dict[str, Any], names: Sequence[str]) -> list[dict[str, Tensor]]:
-    """These tensors (and `causal`, where there is one) of every shard."""
+def _read_parts(
+    folder: Path, manifest: dict[str, Any], names: Sequence[str], optional: Sequence[str] = ()
+) -> list[dict[str, Tensor]]:
+    """These tensors (and `causal` and the optional ones, where they are) of every shard."""
     parts: list[dict[str, Tensor]] = []
     for number in range(-(-manifest["instances"] // manifest["shard_size"])):
         path = folder / shard_name(number)
         try:
             with safe_open(path, "pt") as shard:
-                wanted = [*names, *({"causal"} & set(shard.keys()))]
+                wanted = [*names, *({"causal", *optional} & set(shard.keys()))]
                 parts.append({name: shard.get_tensor(name) for name in wanted})
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: damaged, delete it and extract again ({error})") from None
@@ -236,7 +239,8 @@ def join_layer(
 ) -> LayerData:
     """One layer of several shards (as `extract_batch` makes them) as one."""
     q, k, mask = (torch.cat([part[name] for part in parts]) for name in (f"q.{layer}", f"k.{layer}", "mask"))
-    stored = None if alpha == 1 else _join_edges(parts, layer, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    kept = f"gold_offsets.{layer}" in parts[0]
+    stored = None if not kept else _join_edges(parts, layer, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     return LayerData(q, k, mask, stored, "causal" in parts[0], alpha, parts[0][f"scale.{layer}"], gold_mass)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,11 @@ from sparsefinder.predictors import WindowOnly
 from sparsefinder.teacher import Teacher, load_teacher
 from training.config import FinetuneConfig
 from training.corpus import blocks, chunk_tokens, default_texts, drop_shared, read_texts, text_hash
-from training.finetune import Ids, Quality, Student, finetune, measure
+from training.distances import Student
+from training.finetune import CausalQuality, Ids, Quality, finetune, measure, measure_causal
+from training.finetune_state import State
+
+EVAL_CHUNKS, CAUSAL_EVAL_CHUNKS = 100, 8
 
 
 def finetune_artifact(
@@ -28,12 +31,13 @@ def finetune_artifact(
     text: Sequence[Path] = (),
     eval_text: Sequence[Path] = (),
     artifact: Path | None = None,
-    tokens: int = 256,
-    eval_chunks: int = 100,
+    eval_chunks: int | None = None,
+    until: int | None = None,
 ) -> Card:
     """Train a student on the embedded default and `text`, measure it on held-out text, write it to `out`.
 
-    artifact: go on from its delta and head scale. Nothing is written before the end.
+    artifact: go on from its delta and head scale. Until the end what is learned is kept beside `out`, in `out.state`:
+    the same call goes on where it stopped. until: stop after so many of the steps, as good as it is then.
 
     Raises:
         DataError, ConfigError, ArtifactError, IncompatibleModelError: what cannot be read, or does not fit.
@@ -41,15 +45,18 @@ def finetune_artifact(
     start = load(artifact) if artifact else None
     console, original = Console(), load_teacher(config.teacher)
     train, held_out = prepare_texts(text, eval_text)
-    sources = [chunk_tokens(original, part, tokens) for part in train]
-    started = time.perf_counter()
-    student, delta = _train(config, sources, start, console)
-    minutes = (time.perf_counter() - started) / 60
-    qualities = _measure(original, student, held_out, tokens, eval_chunks)
+    sources = [chunk_tokens(original, part, config.tokens) for part in train]
+    about = [dataclasses.asdict(config), [text_hash(part) for part in train], start.card.hash if start else None]
+    state = State(out.with_name(f"{out.name}.state"), about)
+    student, delta = _train(config, sources, start, console, state, until)
+    minutes = state.seconds() / 60
+    eval_chunks = eval_chunks or (EVAL_CHUNKS if original.lm is None else CAUSAL_EVAL_CHUNKS)
+    qualities = _measure(original, student, held_out, config.tokens, eval_chunks)
     figures = {name: dataclasses.asdict(quality) for name, quality in qualities.items()}
     record = {
         "command": shlex.join(["sparsefinder-train", *sys.argv[1:]]),
         "config": dataclasses.asdict(config),
+        "steps": until or config.steps,
         "text_sha256": text_hash([piece for part in train for piece in part]),
         "chunks": [len(source) for source in sources],
         "minutes": round(minutes, 1),
@@ -57,6 +64,7 @@ def finetune_artifact(
         "before": start.card.training["finetune"] if start else None,
     }
     card = save(out, Artifact(_card(student, original, record), _window_only(student), delta=delta))
+    state.remove()
     size = sum(t.numel() * t.element_size() for t in delta.values()) / 1e6
     for name, quality in qualities.items():
         console.print(f"{name}: {_line(quality)}")
@@ -76,13 +84,21 @@ def prepare_texts(text: Sequence[Path], eval_text: Sequence[Path]) -> tuple[list
     return [part for part in parts if part], held_out
 
 
-def _line(quality: Quality) -> str:
+def _line(quality: Quality | CausalQuality) -> str:
+    if isinstance(quality, CausalQuality):
+        words = f"perplexity {quality.perplexity:.2f} of {quality.original_perplexity:.2f}"
+        return f"{words}, {quality.divergence:.4f} nats apart, density {quality.density:.2%} ({quality.texts} chunks)"
     figures = f"cosine {quality.cosine:.4f}, correlation {quality.correlation:.4f}, density {quality.density:.2%}"
     return f"{figures} ({quality.texts} chunks)"
 
 
 def _train(
-    config: FinetuneConfig, sources: Sequence[Ids], start: Artifact | None, console: Console
+    config: FinetuneConfig,
+    sources: Sequence[Ids],
+    start: Artifact | None,
+    console: Console,
+    state: State,
+    until: int | None,
 ) -> tuple[Student, dict[str, Tensor]]:
     with Progress(console=console, transient=not console.is_terminal) as progress:
         bar = progress.add_task("finetune", total=config.steps)
@@ -92,15 +108,19 @@ def _train(
             if not console.is_terminal and (step + 1) % 25 == 0:
                 console.print(f"step {step + 1} of {config.steps}: loss {loss:.4f}, density {density:.2%}")
 
-        return finetune(config, sources, start=start, on_step=on_step)
+        return finetune(config, sources, start=start, on_step=on_step, state=state, until=until)
 
 
 def _measure(
     original: Teacher, student: Student, held_out: dict[str, list[str]], tokens: int, count: int
-) -> dict[str, Quality]:
+) -> dict[str, Quality | CausalQuality]:
     """Figures of the delta as it will be read back, not of the weights in memory."""
-    chunks = {name: chunk_tokens(original, texts, tokens)[:count] for name, texts in held_out.items()}
-    return {name: measure(original, student.teacher, student.attached, items) for name, items in chunks.items()}
+    found: dict[str, Quality | CausalQuality] = {}
+    compare = measure if original.lm is None else measure_causal
+    for name, texts in held_out.items():
+        chunks = chunk_tokens(original, texts, tokens)[:count]
+        found[name] = compare(original, student.teacher, student.attached, chunks)
+    return found
 
 
 def _window_only(student: Student) -> tuple[WindowOnly, ...]:

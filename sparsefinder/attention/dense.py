@@ -7,6 +7,7 @@ from sparsefinder.attention.call import Call, asks_gradient, without_padding
 from sparsefinder.entmax import entmax
 from sparsefinder.shapes import item_bias
 
+ROWS = 128  # of a causal layer under gradients: later keys are not computed
 CHUNK = 1 << 19  # scores at once: 2 MB, so that they are still in cache when the transform reads them
 
 
@@ -22,17 +23,30 @@ def attend_all(call: Call) -> Tensor:
 
 def _with_gradient(call: Call) -> Tensor:
     q, k, v = without_padding(call)
-    dims = call.dims
+    q = q * call.scales[:, None, None]
+    rows = ROWS if call.legal.causal else call.dims.queries
+    starts = range(0, call.dims.queries, rows)
+    parts = [_rows_with_gradient(call, q, k, v, slice(i, min(i + rows, call.dims.queries))) for i in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _rows_with_gradient(call: Call, q: Tensor, k: Tensor, v: Tensor, rows: slice) -> Tensor:
+    """Some rows of all items and heads; of a causal layer only the keys that the last of them sees."""
+    dims, last = call.dims, rows.stop + call.legal.query_offset
+    keys = slice(0, min(last, call.dims.keys) if call.legal.causal else call.dims.keys)
     # Query heads of one kv head side by side: grouped-query attention without copies of k and v.
-    grouped = (q * call.scales[:, None, None]).reshape(dims.batch, dims.kv_heads, -1, dims.dim)
-    scores = (grouped @ k.transpose(-1, -2)).view(dims.batch, dims.heads, dims.queries, dims.keys)
-    scores = scores if call.bias is None else scores + call.bias
+    grouped = q[:, :, rows].reshape(dims.batch, dims.kv_heads, -1, dims.dim)
+    scores = grouped @ k[:, :, keys].transpose(-1, -2)
+    scores = scores.view(dims.batch, dims.heads, rows.stop - rows.start, keys.stop)
+    scores = scores if call.bias is None else scores + call.bias[:, :, rows, keys]
     if _all_legal(call):
         p = entmax(scores, call.alpha)
     else:
-        mask = torch.stack([call.legal.matrix(b) for b in range(dims.batch)])
+        i, j = (torch.arange(s.start, s.stop, device=q.device) for s in (rows, keys))
+        mask = torch.stack([call.legal.allows(b, i[:, None], j[None, :]) for b in range(dims.batch)])
         p = entmax(scores, call.alpha, mask[:, None])
-    return (p.view(dims.batch, dims.kv_heads, -1, dims.keys) @ v).view(*q.shape[:3], -1)
+    p = p.view(dims.batch, dims.kv_heads, -1, keys.stop)
+    return (p @ v[:, :, keys]).view(dims.batch, dims.heads, rows.stop - rows.start, -1)
 
 
 def _all_legal(call: Call) -> bool:
