@@ -268,7 +268,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
             edit_card(path, lambda body: body["files"].update({"../../etc/passwd": "0" * 64})),
             edit_card(
                 path,
-                lambda body: body.update(card_hash=module.json_digest({k: v for k, v in body.items() if k != "card_hash"})),
+                lambda body: body.update(
+                    card_hash=module.json_digest({k: v for k, v in body.items() if k != "card_hash"})
+                ),
             ),
         ),
         "files: expected predictors.safetensors and perhaps delta.safetensors",

@@ -45,6 +45,7 @@ from training.cli_options import (
 )
 from training.config import KINDS, ExtractConfig, FitConfig, RunConfig, Target, run_config
 from training.finetune_cli import finetune_command
+from training.mlm_head_cli import mlm_head_command
 from training.progress_bar import progress
 from training.sweep_cli import report_command, sweep_command
 
@@ -205,6 +206,7 @@ def evaluate(
 
 app.command("calibrate")(_friendly(calibrate_command))
 app.command("finetune")(_friendly(finetune_command))
+app.command("mlm-head")(_friendly(mlm_head_command))
 app.command("sweep")(_friendly(sweep_command))
 app.command("report")(_friendly(report_command))
 
