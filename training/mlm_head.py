@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparsefinder.artifact import json_digest
 from sparsefinder.mlm_head import MlmCard, MlmHead, load_mlm_head, new_mlm_head, save_mlm_head
-from sparsefinder.teacher import Teacher
 from training.config import ExtractConfig, MlmHeadConfig
 from training.corpus import chunk_tokens, text_hash
 from training.finetune import batches
