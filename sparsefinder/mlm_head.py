@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as format_tensors
 from torch import Tensor
-from transformers.modeling_outputs import MaskedLMOutput
 
 from sparsefinder.artifact import json_digest
 from sparsefinder.atomic_folder import read_folder, write_folder
@@ -58,6 +57,13 @@ class MlmHead(torch.nn.Module):
         return torch.nn.functional.linear(turned, self._embeddings[0].weight.detach(), self.bias)
 
 
+@dataclass(frozen=True, eq=False)
+class _Output:
+    """What is read of a masked language model's output."""
+
+    logits: Float[Tensor, "B N V"]
+
+
 class _WithHead(torch.nn.Module):
     """An encoder under a head, called as a masked language model of transformers is."""
 
@@ -65,9 +71,9 @@ class _WithHead(torch.nn.Module):
         super().__init__()
         self.model, self.head = model, head
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> MaskedLMOutput:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> _Output:
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return MaskedLMOutput(logits=self.head(hidden))
+        return _Output(self.head(hidden))
 
 
 def new_mlm_head(teacher: Teacher, seed: int = 0) -> MlmHead:

@@ -25,6 +25,7 @@ from training.pipeline import OnProgress, Opened, delta_hash, open_teacher
 WARMUP = 0.03  # of the steps
 UNSEEN = 1.0  # what is added to every word's count, so that no word is impossible
 MEASURE_SEED = 1
+LOSS_EVERY = 50  # steps between two losses that are said
 
 OnStep = Callable[[int, int, float], None]
 
@@ -53,14 +54,18 @@ def train_mlm_head(
     drawn = _draws(config, opened, sources, text_hash(pieces), out, on_progress)
     seconds_drawn = time.perf_counter() - started
 
+    said = ["head"]
+
     def on_step(step: int, steps: int, loss: float) -> None:
-        on_progress("head" if step % 20 else f"head, loss {loss:.3f}", step, steps)
+        if step % LOSS_EVERY == 1:
+            said[0] = f"head, loss {loss:.3f}"
+        on_progress(said[0], step, steps)
 
     head = fit_head(config, new_mlm_head(opened.teacher, config.seed), drawn, on_step)
     seconds = time.perf_counter() - started
     record: dict[str, Any] = {
         "command": shlex.join(["sparsefinder-train", *sys.argv[1:]]),
-        "config": dataclasses.asdict(config),
+        "config": {name: value for name, value in dataclasses.asdict(config).items() if name != "artifact"},
         "text_sha256": text_hash(pieces),
         "chunks": [len(source) for source in sources],
         "positions": len(drawn.words),
