@@ -19,7 +19,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor
 from sparsefinder.attention.api import attend
 from sparsefinder.patterns.legal import legal_full, legal_to
 from sparsefinder.plan import Plan, plan_to
+from training.versions import versions
 
 TILE = 32
 GATHERED = 1 << 24  # numbers gathered at once, so that they do not fill the memory
@@ -182,7 +182,7 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "hardware": where,
         "shapes": f"{options.heads} heads of dimension {options.dim}, tiles and blocks of {TILE}, float32",
-        "versions": f"python {platform.python_version()}, torch {version('torch')}, numba {version('numba')}",
+        "versions": versions("torch", "numba"),
         "timing": f"median of {options.repeats} after a warm-up, lists given; load {os.getloadavg()[0]:.1f} before",
     }
 

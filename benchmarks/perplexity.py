@@ -16,7 +16,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,16 @@ from benchmarks.perplexity_rows import PooledMass, Row, positional_rows, predict
 from sparsefinder.artifact import load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.hf import Attached, LayerCall
-from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.plan import computed_pairs
 from sparsefinder.teacher import Teacher, load_teacher
 from training.calibrate import held_points
 from training.corpus import chunk_tokens, default_texts, read_texts
 from training.extract import read_manifest
-from training.fit import calibration_items
+from training.fit import calibration_items, positional_of
 from training.pipeline import spread
 from training.points import cuttable
 from training.progress_bar import progress
+from training.versions import versions
 
 AIMS, LENGTHS, TEXTS = (0.05, 0.1, 0.2, 0.3), (1024, 2048, 4096), 4
 
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     teacher = load_teacher(artifact.card.teacher)
     attached = attach_artifact(teacher, artifact)
     card, heldout = artifact.card, options.data / "shards" / "heldout"
-    positional = window(card.window_size) | GlobalTokens(card.global_tokens)
+    positional = positional_of(card)
     items = calibration_items(read_manifest(heldout)["instances"])
     served = [cuttable(layer) for layer in artifact.layers]
     with progress() as on_progress:
@@ -139,13 +138,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _about(options: argparse.Namespace, artifact: str) -> dict[str, Any]:
-    names = ("torch", "transformers", "numba")
     return {
         "command": shlex.join(["python", "-m", "benchmarks.perplexity", *sys.argv[1:]]),
         "artifact": artifact,
         "text": ", ".join(path.name for path in options.text) or "held-out default",
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]),
+        "versions": versions("torch", "transformers", "numba"),
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsefinder.entmax import entmax
+from sparsefinder.edges import head_probabilities
 from sparsefinder.hf import LayerInput
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.compositions import bigbird, longformer
@@ -97,7 +97,7 @@ class PooledMass:
         before = torch.arange(n)[None] < (torch.arange(tiles) * self.tile_size)[:, None]
         for b in range(batch):
             for h in range(heads):
-                p = entmax(call.scale[h] * call.q[b, h] @ call.k[b, h // group].T, call.alpha, causal)
+                p = head_probabilities(call.q[b, h], call.k[b, h // group], call.scale[h], None, causal, call.alpha)
                 pooled = torch.stack([part.mean(0) for part in torch.split(p, self.tile_size)])
                 out[b, h] = torch.where(before & (pooled > 0), pooled.clamp(min=1e-30).log(), -torch.inf)
         return out

@@ -14,7 +14,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,16 @@ from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.hf import Attached
 from sparsefinder.metrics import Report, SetName, summarize
-from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.predictors import Clusters, mixed_share
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher
 from training.corpus import chunk_tokens, default_texts, read_texts
 from training.evaluate import has_pattern, layer_counts
 from training.extract import LayerData, extract_batch, join_layer
+from training.fit import positional_of
+from training.pipeline import spread
 from training.scores import legal_of
 from training.threads import single_thread
+from training.versions import versions
 
 BATCH = 4
 INSTANCES, QUICK_INSTANCES = 16, 6
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     attached = attach_artifact(teacher, artifact)
     count = QUICK_INSTANCES if options.quick else INSTANCES
     texts = read_texts(options.text) if options.text else default_texts("heldout")
-    chunks = _spread(chunk_tokens(teacher, texts, options.tokens), count, options.seed)
+    chunks = spread(chunk_tokens(teacher, texts, options.tokens), count, options.seed)
     result: dict[str, Any] = {"about": _about(options, artifact, chunks)}
     for name, value in result["about"].items():
         print(f"{name}: {value}")
@@ -86,20 +87,14 @@ def _about(options: argparse.Namespace, artifact: Artifact, chunks: list[list[in
     card = artifact.card
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     shape = f"{len(chunks)} instances of {max(map(len, chunks))} tokens, {card.layers} layers, {card.heads} heads"
-    names = ("torch", "transformers", "numba", "entmax")
     return {
         "command": shlex.join(["python", "-m", "benchmarks.quality", *sys.argv[1:]]),
         "artifact": f"{card.version}, serves {card.served}",
         "text": ", ".join(path.name for path in options.text) or "held-out default",
         "shapes": f"{shape}, head dimension {card.head_dim}",
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, GPU {gpu}",
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]),
+        "versions": versions("torch", "transformers", "numba", "entmax"),
     }
-
-
-def _spread(chunks: list[list[int]], count: int, seed: int) -> list[list[int]]:
-    order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed))[:count]
-    return [chunks[i] for i in order.sort().values.tolist()]
 
 
 def _extract(teacher: Teacher, attached: Attached, chunks: list[list[int]], artifact: Artifact) -> list[LayerData]:
@@ -164,7 +159,7 @@ def _mixed(artifact: Artifact, layers: list[LayerData]) -> dict[str, float]:
 
 def _served(artifact: Artifact, layers: list[LayerData], items: list[int]) -> dict[SetName, Report]:
     card, reports = artifact.card, {}
-    positional = window(card.window_size) | GlobalTokens(card.global_tokens)
+    positional = positional_of(card)
     names: list[SetName] = ["plan", "pattern"] if has_pattern(artifact.layers) else ["plan"]
     for name in names:
         counted = [

@@ -15,11 +15,12 @@ from sparsefinder.artifact import Artifact
 from sparsefinder.edges import edges_matrix
 from sparsefinder.entmax import threshold
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.positional import GlobalTokens, Nothing, window
+from sparsefinder.patterns.positional import Nothing
 from sparsefinder.predictors import Clusters, Projections, Tiles, random_projections, true_score_projections
 from sparsefinder.predictors.projections import expand_heads
 from training.cut import Curve, Part, curve, recalls_at, recalls_by_selection
 from training.extract import LayerData
+from training.fit import positional_of
 from training.scores import meeting_top, pair_parts, project_parts, tile_parts
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -43,7 +44,7 @@ class Row:
 def all_rows(artifact: Artifact, ranks: Sequence[int], seed: int = 0) -> list[Row]:
     """Controls, every named set of maps in the artifact at these ranks, and the oracle."""
     card = artifact.card
-    positional = window(card.window_size) | GlobalTokens(card.global_tokens)
+    positional = positional_of(card)
     rows = [
         Row("window only", None, lambda _, data, items: {"": window_recalls(data, items, 0)}, control=True),
         Row(

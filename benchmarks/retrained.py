@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from sparsefinder.artifact import Artifact, load
-from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.predictors import Tiles
 from training.cut import curve, recalls_at
 from training.extract import read_layer, read_manifest
-from training.fit import measuring_items
+from training.fit import measuring_items, positional_of
 from training.scores import tile_parts
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
@@ -25,7 +24,7 @@ SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85)
 def recalls(artifact: Artifact, heldout: Path) -> list[float]:
     """Mean over heads and layers, for every sparsity."""
     card = artifact.card
-    positional = window(card.window_size) | GlobalTokens(card.global_tokens)
+    positional = positional_of(card)
     found = []
     for layer, predictor in enumerate(artifact.layers):
         data = read_layer(heldout, layer)

@@ -251,6 +251,9 @@ def against_all(sweep: Result) -> str:
         count = sum(all(a > v[k] for v in others.values()) for k, a in enumerate(learned))
         beaten = sorted({n for k, a in enumerate(learned) for n, v in others.items() if v[k] >= a})
         more = f" Ahead somewhere: {', '.join(beaten)}." if beaten else ""
+        higher = {label(r): line(r) for r in rivals_of if (r["rank"] or 0) > rank}
+        above = sorted({n for k, a in enumerate(learned) for n, v in higher.items() if v[k] >= a})
+        more += f" Of a higher rank and ahead somewhere: {', '.join(above)}." if above else ""
         shares = " and ".join(f"{learned[at] / x:.1%} by {kind} ({x:.3f})" for kind, x in oracles.items())
         said.append(
             f"- rank {rank}: best learned family ahead of all baselines and controls up to that rank: "

@@ -338,6 +338,15 @@ def done(places, text, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
+def test_processes_beside_each_other_measure_what_one_does(done, places, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.sweep.worker_count", lambda config: 2)
+    result = sweep(places, text, tmp_path / "sweep", *ROWS)
+    assert result.exit_code == 0, result.output
+    for name in ("sweep.json", *(f"families/{path.name}" for path in (done / "families").iterdir())):
+        assert (tmp_path / "sweep" / name).read_bytes() == (done / name).read_bytes(), name
+
+
 def test_the_command_writes_one_json_of_points(done):
     result = read_sweep(done)
     assert result["about"]["instances"] == 3

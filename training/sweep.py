@@ -4,21 +4,19 @@ A run extracts what is missing, measures every family that has no file yet, and 
 settings. Everything is seeded, so the same configuration gives the same file.
 """
 
-import functools
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsefinder.artifact import load
-from sparsefinder.errors import ConfigError, DataError
+from sparsefinder.errors import ConfigError
 from training.config import ExtractConfig, SweepConfig, as_dict
 from training.corpus import chunk_tokens, default_texts, read_texts, split_texts
-from training.extract import LayerData, read_layer, read_manifest
+from training.extract import read_manifest
 from training.memory import keep_freed_memory
 from training.pipeline import Opened, extract_splits, open_teacher, spread
 from training.sweep_families import FAMILIES, all_families
@@ -27,8 +25,17 @@ from training.sweep_fronts import thinned
 from training.sweep_measure import HALVES, MEASURES, TILE, measure_family
 from training.sweep_quality import choose_points, quality_of, yardstick
 from training.sweep_setup import Setup
-from training.sweep_sheets import Family, LayerWork, layer_work
+from training.sweep_sheets import Family, LayerWork
+from training.sweep_workers import (
+    family_file,
+    measure_missing,
+    read_works,
+    training_layers,
+    windows_of,
+    worker_count,
+)
 from training.threads import single_thread
+from training.versions import versions
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -60,12 +67,8 @@ def run_sweep(
     ready = open_sweep(config, source, out, on_progress)
     rows = only or tuple(FAMILIES)
     families = all_families(ready.setup, rows)
-    works = _works(ready, on_progress)
-    windows = [size for size in config.windows if size < max(works[0].lengths)]
-    results = [
-        _family_result(family, works, windows, out, at, len(families), on_progress)
-        for at, family in enumerate(families)
-    ]
+    works = read_works(ready.shards, lambda done, total: on_progress("read graphs", done, total))
+    results = _measured(config, source, rows, families, works, out, on_progress)
     quality = _qualities(config, ready, families, works, results, out, on_progress)
     result = {
         "about": _about(config, source, ready, works),
@@ -91,45 +94,33 @@ def open_sweep(config: SweepConfig, source: ExtractConfig, out: Path, on_progres
         chunks = chunk_tokens(opened.teacher, texts, source.tokens)
         write_json(known, spread(chunks, source.heldout_instances, source.seed))
 
-    @functools.cache
-    def train(layer: int) -> LayerData:
-        return read_layer(shards / "train", layer)
-
-    return Measured(opened, Setup(artifact, config, train), shards, read_json(known))
+    return Measured(opened, Setup(artifact, config, training_layers(shards)), shards, read_json(known))
 
 
-def _works(ready: Measured, on_progress: OnProgress) -> list[LayerWork]:
-    manifest = read_manifest(ready.shards / "heldout")
-    works = []
-    for layer in range(manifest["layers"]):
-        on_progress("read graphs", layer, manifest["layers"])
-        data = read_layer(ready.shards / "heldout", layer, manifest)
-        if data.causal:
-            raise DataError("sweep: expected the attention of an encoder, got a causal layer")
-        works.append(layer_work(layer, data))
-    return works
-
-
-def _family_result(
-    family: Family,
+def _measured(
+    config: SweepConfig,
+    source: ExtractConfig,
+    rows: tuple[str, ...],
+    families: Sequence[Family],
     works: Sequence[LayerWork],
-    windows: Sequence[int],
     out: Path,
-    at: int,
-    total: int,
     on_progress: OnProgress,
-) -> dict[str, Any]:
-    """From its file, or measured now."""
-    path = out / "families" / f"{family.key}.json"
-    if path.is_file():
-        found: dict[str, Any] = read_json(path)
-        return found
-    on_progress(f"measure {family.key}", at, total)
-    threads = torch.get_num_threads()
-    with single_thread():
-        result = measure_family(family, works, windows, threads)
-    write_json(path, result)
-    return result
+) -> list[dict[str, Any]]:
+    """Every family, from its file where there is one."""
+    missing = [at for at, family in enumerate(families) if not family_file(out, family).is_file()]
+    workers, done = worker_count(config), len(families) - len(missing)
+    if workers > 1 and len(missing) > 1:
+        on_progress("measure", done, len(families))
+        for at in measure_missing(config, source, out, rows, missing, workers):
+            done += 1
+            on_progress(f"measured {families[at].key}", done, len(families))
+    else:
+        for at in missing:
+            on_progress(f"measure {families[at].key}", at, len(families))
+            with single_thread():
+                found = measure_family(families[at], works, windows_of(config, works))
+            write_json(family_file(out, families[at]), found)
+    return [read_json(family_file(out, family)) for family in families]
 
 
 def _qualities(
@@ -168,7 +159,6 @@ def _in_short(result: dict[str, Any]) -> dict[str, Any]:
 def _about(config: SweepConfig, source: ExtractConfig, ready: Measured, works: Sequence[LayerWork]) -> dict[str, Any]:
     """What the figures depend on; no time of day, so that the same sweep gives the same file."""
     card, manifest = ready.setup.artifact.card, read_manifest(ready.shards / "heldout")
-    names = ("torch", "transformers", "numba", "entmax")
     pairs = sum(n * n for n in works[0].lengths)
     gold = [sum(item.flat.shape[0] for item in work.gold) / (work.heads * pairs) for work in works]
     return {
@@ -186,5 +176,5 @@ def _about(config: SweepConfig, source: ExtractConfig, ready: Measured, works: S
         "tile": TILE,
         "quality_instances": min(config.quality_instances, max(len(works[0].lengths) // 2, 1)),
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": ", ".join([f"python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]),
+        "versions": versions("torch", "transformers", "numba", "entmax"),
     }

@@ -5,7 +5,7 @@ gives the first window of the grid that holds it, `near`, and its place the firs
 One joint histogram over (level, near, globe) of the legal pairs, the gold pairs and the teacher's mass then holds the
 counts of all unions at once: the union of setting (s, w, g) drops what lies above all three.
 
-The kernels run on one thread and hold no lock, so that one instance is counted while the next one's levels are made.
+The kernels run on one thread: families are measured by one process for each core (`sweep_workers`).
 """
 
 import numpy as np

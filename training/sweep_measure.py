@@ -1,9 +1,7 @@
 """One family of patterns over all layers, heads and instances: its points, averaged as `sparsefinder.metrics` does."""
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from training.sweep_kernels import count_gold, count_pairs, count_planned
-from training.sweep_sheets import Bytes, Family, LayerWork, Prepared, Sheet
+from training.sweep_sheets import Bytes, Family, LayerWork, Sheet
 
 MEASURES = ("sparsity", "recall", "precision", "mass", "exact_rows", "computed_density")
 OF_HALVES = ("sparsity", "recall", "mass")
 HALVES = ("all", "chosen", "measured")  # settings may be chosen on the second and are then read off the third
-AHEAD = 2  # instances whose levels are made while others are counted
 TILE = 16  # rows of the tiles in which a pattern's computed density is counted
 DIGITS = 5
 
@@ -50,20 +47,17 @@ def geometry(n: int, windows: Sequence[int], counts: Sequence[int], tile: int) -
     return Geometry(near, globe, near.astype(np.uint16) * np.uint16(len(counts) + 1) + globe)
 
 
-def measure_family(
-    family: Family, works: Sequence[LayerWork], windows: Sequence[int], threads: int = 1
-) -> dict[str, Any]:
+def measure_family(family: Family, works: Sequence[LayerWork], windows: Sequence[int]) -> dict[str, Any]:
     """All points of a family as plain JSON: parameters, and every measure over all instances, over the half that
     settings may be chosen on, and over the other half; and per layer.
 
-    windows must ascend and start with 0 (no window). threads: more than 1 = levels are
-    made while those before are counted; the figures do not depend on it.
+    windows must ascend and start with 0 (no window).
     """
     points: list[dict[str, Any]] = []
     tables: list[list[Floats]] = [[] for _ in family.sheets]
     for work in works:  # the outer loop, so that sheets can share what they make of a layer
         for table, sheet in zip(tables, family.sheets, strict=True):
-            table.append(_measure_sheet(sheet, family, work, windows, threads > 1))
+            table.append(_measure_sheet(sheet, family, work, windows))
     for table, sheet in zip(tables, family.sheets, strict=True):
         points += _points(sheet, family, windows, np.stack(table, 2))  # half, measure, layer, P, W, G
     return {
@@ -77,7 +71,7 @@ def measure_family(
     }
 
 
-def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Sequence[int], ahead: bool) -> Floats:
+def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Sequence[int]) -> Floats:
     """`[half, measure, P, W, G]` of one layer: mean over instances, then over heads."""
     ready = sheet.prepare(work)
     shape = (work.heads, ready.count, len(windows), len(family.globals_))
@@ -87,7 +81,8 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
     head = np.arange(work.heads)[:, None]
     out = [np.zeros(shape) for _ in range(5)]
     counts, last = np.asarray(family.globals_, np.int64), None
-    for b, levels in _all_levels(ready, items_of(family, len(work.lengths)), ahead):
+    for b in items_of(family, len(work.lengths)):
+        levels = ready.levels(b)
         n = work.lengths[b]
         place = places.get(n) or places.setdefault(n, geometry(n, windows, family.globals_, sheet.tile))
         gold = work.gold[b]
@@ -110,20 +105,6 @@ def _measure_sheet(sheet: Sheet, family: Family, work: LayerWork, windows: Seque
 def items_of(family: Family, instances: int) -> list[int]:
     """The instances that a family is measured on; both halves stay equally large."""
     return [b for b in range(instances) if b // 2 % family.every == 0]
-
-
-def _all_levels(ready: Prepared, items: Sequence[int], ahead: bool) -> Iterator[tuple[int, Bytes]]:
-    """(instance, levels), one after the other; `ahead`: the next ones are made in threads of their own."""
-    if not ahead:
-        yield from ((b, ready.levels(b)) for b in items)
-        return
-    with ThreadPoolExecutor(AHEAD) as pool:
-        coming = deque(pool.submit(ready.levels, b) for b in items[:AHEAD])
-        for at, b in enumerate(items):
-            levels = coming.popleft().result()
-            if at + AHEAD < len(items):
-                coming.append(pool.submit(ready.levels, items[at + AHEAD]))
-            yield b, levels
 
 
 def _means(total: Floats, valid: Floats) -> Floats:

@@ -17,6 +17,7 @@ from sparsefinder.plan import Plan, build_plan, computed_pairs
 from sparsefinder.predictors import layer_plan
 from sparsefinder.teacher import load_teacher
 from training.corpus import default_texts, read_texts
+from training.fit import positional_of
 from training.tasks.needle import Logits, PlanFor, ask, make_needle, needle_rows, pattern_plans
 from training.tasks.runs import Study
 from training.tasks.together import OnStep
@@ -53,7 +54,7 @@ def needle_studies(run: NeedleRun) -> list[Study]:
 def predicted_plans(artifact: Artifact) -> PlanFor:
     """`plan_for` of an artifact's predictors; a layer without one (None) computes all its pairs."""
     card = artifact.card
-    positional = window(card.window_size) | GlobalTokens(card.global_tokens)
+    positional = positional_of(card)
 
     def plan_for(call: LayerInput) -> Plan:
         predictor: Any = artifact.layers[call.layer]
