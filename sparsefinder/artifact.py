@@ -224,6 +224,17 @@ def _tensors(found: Mapping[str, bytes], name: str) -> dict[str, Tensor]:
         raise ArtifactError(f"{name}: expected safetensors ({error})") from None
 
 
+def delta_hash(artifact: Artifact | None) -> str:
+    """sha256 of a teacher delta's content, empty where there is none: artifacts with one delta share their shards."""
+    if artifact is None or not artifact.delta:
+        return ""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(artifact.delta.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def json_digest(body: Mapping[str, Any]) -> str:
     """sha256 of a JSON object whose keys are sorted. ArtifactError where it is not plain JSON."""
     try:

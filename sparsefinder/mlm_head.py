@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
-from sparsefinder.artifact import json_digest
+from sparsefinder.artifact import Artifact, delta_hash, json_digest
 from sparsefinder.atomic_folder import read_folder, write_folder
 from sparsefinder.errors import ArtifactError, IncompatibleModelError
 from sparsefinder.teacher import Teacher
@@ -29,12 +29,11 @@ CARD, HEAD_FILE = "card.json", "head.safetensors"
 
 @dataclass(frozen=True)
 class MlmCard:
-    """What a head says of itself: the teacher it reads, and the artifact whose delta was in it while it learned."""
+    """What a head says of itself: the teacher it reads, with the delta that was in it while the head learned."""
 
     teacher: str  # packaged name, folder or hub id
     teacher_fingerprint: str  # sha256 of architecture and weights, without the delta
-    artifact: str  # content hash, empty = the teacher as it is
-    delta: str  # sha256 of the delta's tensors, empty = none
+    delta: str  # `delta_hash` of the artifact's, empty = the teacher as it is
     training: Mapping[str, Any] = field(default_factory=dict)  # JSON: command, settings, text, figures
     schema_version: int = SCHEMA_VERSION
     head_sha256: str = ""  # of the file of tensors; `save_mlm_head` fills it in
@@ -92,18 +91,6 @@ def with_mlm_head(teacher: Teacher, head: MlmHead) -> Teacher:
     return replace(teacher, mlm=_WithHead(teacher.model, head))
 
 
-@torch.no_grad()
-def fill_mask_logits(
-    teacher: Teacher, head: MlmHead, tokens: Int[Tensor, "B N"], mask: Bool[Tensor, "B N"]
-) -> Float[Tensor, "B N V"]:
-    """Logits over words at every token, in whatever attention mode the model is in now; those of padding mean nothing.
-
-    Whoever has a `Teacher.mlm` asks that; `with_mlm_head` makes one of a head.
-    """
-    logits: Tensor = with_mlm_head(teacher, head).mlm(input_ids=tokens, attention_mask=mask.long()).logits
-    return logits
-
-
 def save_mlm_head(path: str | Path, head: MlmHead, card: MlmCard) -> MlmCard:
     """Write a head as float16 to the folder `path`, all or nothing; returns its card with the hash.
 
@@ -126,19 +113,23 @@ def read_mlm_card(path: str | Path) -> MlmCard:
     return _checked(path, read_folder(Path(path), (CARD, HEAD_FILE)))[0]
 
 
-def load_mlm_head(path: str | Path, teacher: Teacher) -> MlmHead:
+def load_mlm_head(path: str | Path, teacher: Teacher, artifact: Artifact | None) -> MlmHead:
     """Read the head at `path` for `teacher`, whose word embeddings it is tied to; nothing in it is executed.
 
-    The delta that `MlmCard.delta` names should be in the teacher: the head works without it, only worse.
+    artifact: whose delta was added to the teacher's weights; None = the teacher as it is.
 
     Raises:
         ArtifactError: a file is missing or damaged, of another schema version, or its tensors do not fit.
-        IncompatibleModelError: the head was trained on another teacher.
+        IncompatibleModelError: the head was trained on another teacher, or with another delta.
     """
     card, content = _checked(path, read_folder(Path(path), (CARD, HEAD_FILE)))
-    if card.teacher_fingerprint != teacher.fingerprint:
-        expected, came = teacher.fingerprint[:12], card.teacher_fingerprint[:12]
-        raise IncompatibleModelError(f"{path}: expected a head for teacher {expected}, got one for {came}")
+    for what, wanted, came in (
+        ("teacher", teacher.fingerprint, card.teacher_fingerprint),
+        ("delta", delta_hash(artifact), card.delta),
+    ):
+        if wanted != came:
+            named = f"expected a head for {what} {wanted[:12] or 'none'}, got one for {came[:12] or 'none'}"
+            raise IncompatibleModelError(f"{path}: {named}")
     head = MlmHead(teacher.model.get_input_embeddings())
     try:
         tensors = parse_tensors(content)

@@ -259,8 +259,8 @@ def _named(text: str) -> tuple[str, int]:
 
 def _base(teacher: str, asked: str | None, delta: str) -> str:
     """The artifact whose delta the shards were made with: the one that is named, or the shipped one if it matches."""
-    from sparsefinder.artifact import load
-    from training.pipeline import delta_hash, starting_artifact
+    from sparsefinder.artifact import delta_hash, load
+    from training.pipeline import starting_artifact
 
     base = starting_artifact(teacher, asked) if delta or asked else ""
     if delta_hash(load(base) if base else None) != delta:

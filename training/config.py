@@ -179,8 +179,8 @@ class FinetuneConfig:
 class MlmHeadConfig:
     """How a fill-mask head is trained on a frozen teacher.
 
-    batches: of `batch_size` texts that the teacher reads, each text masked once. epochs: passes of the head over their
-    masked positions, `positions` of them in a step. share: of a text's tokens that are masked.
+    batches: of `batch_size` texts that the teacher reads, each masked once. epochs: passes of the head over their
+    masked positions, `positions` of them in a step.
     """
 
     teacher: str = "minilm"
@@ -191,15 +191,11 @@ class MlmHeadConfig:
     epochs: int = 4
     positions: int = 512
     learning_rate: float = 1e-3
-    weight_decay: float = 0.01
-    share: float = 0.15
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "batch_size", "batches", "epochs", "positions"):
             _at_least(name, getattr(self, name), 1)
-        if not 0.0 < self.share < 1.0:
-            raise ConfigError(f"share: expected a fraction between 0 and 1, got {self.share}")
 
 
 def minilm() -> RunConfig:

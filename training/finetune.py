@@ -22,8 +22,7 @@ from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.hf import Attached, LayerCall, attach
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher, pool, require_encoder
 from training.config import FORMS, LEARNING_RATES, FinetuneConfig
-
-Ids = Sequence[Sequence[int]]
+from training.masking import Ids, mask_texts
 
 # Density falls about like scale^-1.45 on MiniLM (docs/decisions.md); a third of the correction a step keeps it calm.
 SCALE_GAIN = 0.3
@@ -141,15 +140,11 @@ def _distance(student: Student, original: Teacher, items: Sequence[Sequence[int]
     return hidden + config.embedding_weight * (1 - torch.cosine_similarity(ours, theirs).mean())
 
 
-def _mlm_loss(student: Student, items: Sequence[Sequence[int]], share: float, generator: torch.Generator) -> Tensor:
+def _mlm_loss(student: Student, items: Ids, share: float, generator: torch.Generator) -> Tensor:
     """Cross-entropy of masked tokens through the model's own head."""
-    teacher = student.teacher
-    tokens, mask = batch(teacher, items)
-    hide = (torch.rand(tokens.shape, generator=generator).to(tokens.device) < share) & mask
-    hide[:, 0] = False
-    masked = tokens.masked_fill(hide, teacher.tokenizer.mask_token_id)
-    logits = teacher.mlm(input_ids=masked, attention_mask=mask.long()).logits
-    return torch.nn.functional.cross_entropy(logits[hide], tokens[hide])
+    masked = mask_texts(student.teacher, items, share, generator)
+    logits = student.teacher.mlm(input_ids=masked.tokens, attention_mask=masked.real.long()).logits
+    return torch.nn.functional.cross_entropy(logits[masked.hidden], masked.words)
 
 
 @torch.no_grad()

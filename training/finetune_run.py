@@ -18,7 +18,8 @@ from sparsefinder.predictors import WindowOnly
 from sparsefinder.teacher import Teacher, load_teacher
 from training.config import FinetuneConfig
 from training.corpus import blocks, chunk_tokens, default_texts, drop_shared, read_texts, text_hash
-from training.finetune import Ids, Quality, Student, finetune, measure
+from training.finetune import Quality, Student, finetune, measure
+from training.masking import Ids
 
 
 def finetune_artifact(

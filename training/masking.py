@@ -1,11 +1,15 @@
-"""Masked positions and what a frozen encoder says there: drawn once, kept in files, read by every pass of a head."""
+"""Masked texts, and what a frozen encoder says at their masks: drawn once, kept in files, read by every pass of a head.
+
+Every chosen token becomes the mask token. BERT leaves some as they are, so that the encoder in training is not asked at
+masks alone; here the encoder learns nothing from it, and a fill-mask model is only ever asked at masks.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -14,54 +18,52 @@ from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.teacher import Teacher, batch
 from training.extract import write_tensors
 
-AS_MASK, AS_RANDOM = 0.8, 0.1  # of the chosen tokens (Devlin et al., 2019, section 3.1); the rest stay as they are
+MASKED_SHARE = 0.15  # of the ordinary tokens (Devlin et al., 2019, section 3.1)
 BATCHES_PER_FILE = 16
 
 Ids = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
+class Masked:
+    """Texts with masks: token ids, real tokens, where the masks are, and (in that order) the words that stood there."""
+
+    tokens: Int[Tensor, "B N"]
+    real: Bool[Tensor, "B N"]
+    hidden: Bool[Tensor, "B N"]
+    words: Int[Tensor, " n"]
+
+
+@dataclass(frozen=True, eq=False)
 class Draws:
-    """Hidden states at masked positions, as float16, and the words that stood there."""
+    """Hidden states at masks, as float16, and the words that stood there."""
 
     hidden: Float[Tensor, "n d"]
     words: Int[Tensor, " n"]
 
 
-def mask_item(
-    item: Sequence[int], teacher: Teacher, share: float, generator: torch.Generator
-) -> tuple[list[int], list[int]]:
-    """The text as the model is asked it, and the positions to answer, in order: a share of them, at least one.
+def mask_texts(teacher: Teacher, items: Ids, share: float, generator: torch.Generator) -> Masked:
+    """Texts with a share of their ordinary tokens masked, at least one of each; special tokens never are.
 
-    Special tokens are never chosen; a text of nothing else has no position.
+    Raises:
+        ConfigError: the teacher's tokenizer has no mask token. DataError: as in `batch`.
     """
-    special = set(teacher.tokenizer.all_special_ids)
-    able = [at for at, word in enumerate(item) if word not in special]
-    draws = torch.rand(len(able), generator=generator).tolist()
-    chosen = [at for at, draw in zip(able, draws, strict=True) if draw < share]
-    if able and not chosen:
-        chosen = [able[min(range(len(able)), key=draws.__getitem__)]]
-    asked, words = list(item), int(teacher.model.config.vocab_size)
-    how = torch.rand(len(chosen), generator=generator).tolist()
-    other = torch.randint(words, (len(chosen),), generator=generator).tolist()
-    for at, draw, word in zip(chosen, how, other, strict=True):
-        if draw < AS_MASK:
-            asked[at] = int(teacher.tokenizer.mask_token_id)
-        elif draw < AS_MASK + AS_RANDOM:
-            asked[at] = word
-    return asked, chosen
+    if teacher.tokenizer.mask_token_id is None:
+        raise ConfigError(f"teacher: expected a tokenizer with a mask token, that of {teacher.name} has none")
+    tokens, real = batch(teacher, items)
+    special = torch.tensor(teacher.tokenizer.all_special_ids, device=tokens.device)
+    ordinary = real & ~torch.isin(tokens, special)
+    draws = torch.rand(tokens.shape, generator=generator).to(tokens.device).masked_fill(~ordinary, torch.inf)
+    hidden = ((draws < share) | (draws == draws.amin(1, keepdim=True))) & ordinary
+    return Masked(tokens.masked_fill(hidden, int(teacher.tokenizer.mask_token_id)), real, hidden, tokens[hidden])
 
 
 @torch.no_grad()
 def draw(teacher: Teacher, items: Ids, share: float, generator: torch.Generator) -> Draws:
     """Mask every text once, and read it once, in the mode the model is in."""
-    pairs = [mask_item(item, teacher, share, generator) for item in items]
-    tokens, mask = batch(teacher, [asked for asked, _ in pairs])
-    hidden = teacher.model(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
-    rows = [row for row, (_, chosen) in enumerate(pairs) for _ in chosen]
-    places = [at for _, chosen in pairs for at in chosen]
-    words = [item[at] for item, (_, chosen) in zip(items, pairs, strict=True) for at in chosen]
-    return Draws(hidden[rows, places].half().cpu(), torch.tensor(words, dtype=torch.long))
+    masked = mask_texts(teacher, items, share, generator)
+    hidden = teacher.model(input_ids=masked.tokens, attention_mask=masked.real.long()).last_hidden_state
+    return Draws(hidden[masked.hidden].half().cpu(), masked.words.cpu())
 
 
 def kept_draws(
@@ -81,8 +83,6 @@ def kept_draws(
     Raises:
         ConfigError: the teacher's tokenizer has no mask token. DataError: a file that cannot be read or written.
     """
-    if teacher.tokenizer.mask_token_id is None:
-        raise ConfigError(f"teacher: expected a tokenizer with a mask token, that of {teacher.name} has none")
     parts: list[Draws] = []
     for start in range(0, batches, BATCHES_PER_FILE):
         stop = min(start + BATCHES_PER_FILE, batches)
