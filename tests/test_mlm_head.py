@@ -25,7 +25,6 @@ from training.config import MlmHeadConfig
 from training.finetune import batches
 from training.masking import BATCHES_PER_FILE, Draws, draw, kept_draws, mask_texts
 from training.mlm_head import answers, figures, fit_head, held_draws, unigram
-from training.pipeline import Opened
 from training.sweep_quality import perplexity
 
 MASK, SPECIAL = 4, {0, 1, 2, 3, 4}
@@ -52,11 +51,11 @@ def test_a_head_learns_more_than_how_frequent_words_are(teacher: Teacher) -> Non
     attached = attach(teacher.model, alpha=1.5)
     with attached.using("dense"):
         drawn = draw(teacher, alternating(60), 0.15, torch.Generator().manual_seed(0))
-    steps: list[tuple[int, int]] = []
-    head = fit_head(QUICK, new_mlm_head(teacher), drawn, lambda step, steps_: steps.append((step, steps_)))
+        held = held_draws(teacher, alternating(20), 7)
+    told: list[tuple[int, int]] = []
+    head = fit_head(QUICK, new_mlm_head(teacher), drawn, lambda step, steps: told.append((step, steps)))
     count = QUICK.epochs * math.ceil(len(drawn.words) / QUICK.positions)
-    assert steps == [(step, count) for step in range(1, count + 1)]
-    held = held_draws(Opened(teacher, attached, None), alternating(20), 7)
+    assert told == [(step, count) for step in range(1, count + 1)]
     found, shares = figures(head, held), unigram(drawn, 64)
     assert found["positions"] == len(held.words)
     assert found["perplexity"] < 0.7 * math.exp(-float(shares[held.words].mean()))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsefinder.artifact import delta_hash, json_digest
 from sparsefinder.mlm_head import MlmCard, MlmHead, load_mlm_head, new_mlm_head, save_mlm_head
+from sparsefinder.teacher import Teacher
 from training.config import ExtractConfig, MlmHeadConfig
 from training.corpus import chunk_tokens, text_hash
 from training.finetune import batches
@@ -55,8 +56,9 @@ def train_mlm_head(
     pieces = [piece for part in train for piece in part]
     sources = [chunk_tokens(teacher, part, config.tokens) for part in train]
     chunks = {name: chunk_tokens(teacher, texts, config.tokens)[:eval_chunks] for name, texts in held_out.items()}
-    held = {name: held_draws(opened, items, config.batch_size) for name, items in chunks.items()}
-    drawn = _draws(config, opened, sources, text_hash(pieces), out, on_progress)
+    with opened.attached.using("dense"):
+        held = {name: held_draws(teacher, items, config.batch_size) for name, items in chunks.items()}
+        drawn = _draws(config, opened, sources, text_hash(pieces), out, on_progress)
     seconds_drawn = time.perf_counter() - started
 
     head, said = new_mlm_head(teacher, config.seed), ["head"]
@@ -87,14 +89,10 @@ def train_mlm_head(
     return save_mlm_head(out / "head", read, dataclasses.replace(card, training=record))
 
 
-def held_draws(opened: Opened, items: Ids, size: int) -> Draws:
-    """Masked positions of text to measure on, the same in every call, read by the dense model."""
+def held_draws(teacher: Teacher, items: Ids, size: int) -> Draws:
+    """Masked positions of text to measure on, the same in every call, read in the mode that is on."""
     generator = torch.Generator().manual_seed(MEASURE_SEED)
-    with opened.attached.using("dense"):
-        parts = [
-            draw(opened.teacher, items[at : at + size], MASKED_SHARE, generator) for at in range(0, len(items), size)
-        ]
-    return joined(parts)
+    return joined([draw(teacher, items[at : at + size], MASKED_SHARE, generator) for at in range(0, len(items), size)])
 
 
 def _draws(
@@ -105,7 +103,7 @@ def _draws(
     out: Path,
     on_progress: OnProgress,
 ) -> Draws:
-    """What the teacher says at masked positions, in a folder that is named by all that decides it."""
+    """What the dense teacher says at masked positions, in a folder that is named by all that decides it."""
     asked = {name: getattr(config, name) for name in ("tokens", "batch_size", "seed")}
     asked |= {"teacher": opened.teacher.fingerprint, "delta": delta_hash(opened.artifact), "text": text_sha256}
     asked |= {"alpha": opened.attached.alpha, "scale": opened.attached.head_scale.tolist(), "share": MASKED_SHARE}
@@ -115,8 +113,7 @@ def _draws(
     def on_batch(done: int, total: int) -> None:
         on_progress("masked texts", done, total)
 
-    with opened.attached.using("dense"):
-        return kept_draws(opened.teacher, stream, config.batches, folder, MASKED_SHARE, config.seed, on_batch)
+    return kept_draws(opened.teacher, stream, config.batches, folder, MASKED_SHARE, config.seed, on_batch)
 
 
 def fit_head(
