@@ -23,7 +23,7 @@ HEAD = """# Fill-mask: sparsity against perplexity
 
 Made by `{command}` in {minutes} minutes ({hardware}; {versions}); figures in
 [figures/fill_mask.json](figures/fill_mask.json). Artifact `{artifact}` under the shipped fill-mask head, attention
-replaced in all layers, {tokens} tokens a text, a seventh of the ordinary tokens masked. Learned and hashed rows are
+replaced in all layers, {tokens} tokens a text, 15 % of the ordinary tokens masked. Learned and hashed rows are
 joined with the window and the global token that the artifact serves. A pattern is computed pair by pair; the rows of
 `tiles` compute whole tiles, and their density counts all of that.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from typer.testing import CliRunner
 
 from sparsefinder.errors import ArtifactError, ConfigError, IncompatibleModelError
 from sparsefinder.hf import attach
@@ -20,7 +21,9 @@ from sparsefinder.mlm_head import (
     save_mlm_head,
     with_mlm_head,
 )
-from sparsefinder.teacher import Teacher, batch
+from sparsefinder.teacher import Teacher, batch, load_teacher
+from training import finetune_run
+from training.cli import app
 from training.config import MlmHeadConfig
 from training.finetune import batches
 from training.masking import BATCHES_PER_FILE, Draws, draw, kept_draws, mask_texts
@@ -243,3 +246,23 @@ def test_heads_of_other_teachers_and_broken_numbers_are_refused(teacher: Teacher
 def test_settings_outside_their_range_are_named() -> None:
     with pytest.raises(ConfigError, match="epochs"):
         replace(QUICK, epochs=0)
+
+
+def test_the_command_trains_measures_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = ["what nobody trains on " * 12]
+    monkeypatch.setattr(finetune_run, "default_texts", lambda split: held if split == "heldout" else ["a b c d " * 60])
+    folder, out = tiny.save_teacher(tmp_path / "teacher"), tmp_path / "out"
+    arguments = ["mlm-head", "--teacher", str(folder), "--artifact", "none", "--out", str(out), "--tokens", "24"]
+    arguments += ["--batch-size", "2", "--batches", "3", "--epochs", "2", "--positions", "8", "--eval-chunks", "2"]
+    for _ in range(2):  # the second run reads the draws of the first
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        card = read_mlm_card(out / "head")
+        assert card.head_sha256[:12] in result.output
+        assert "default held-out" in result.output
+    assert len(list(out.glob("draws-*"))) == 1
+    assert set(card.training["held_out"]["default held-out"]) == {
+        "perplexity", "accuracy", "positions", "unigram_perplexity", "unigram_accuracy",
+    }  # fmt: skip
+    opened = load_teacher(str(folder))
+    assert isinstance(load_mlm_head(out / "head", opened, None), MlmHead)
