@@ -70,7 +70,7 @@ def test_answers_are_cross_entropies_and_hits_one_by_one(teacher: Teacher) -> No
     drawn = draw(teacher, tiny.token_ids([24] * 3), 0.4, torch.Generator().manual_seed(0))
     losses, right = answers(head, drawn)
     for at, word in enumerate(drawn.words.tolist()):
-        scores = [float(x) for x in head(drawn.hidden[at].float())]
+        scores = head(drawn.hidden[at].float()).tolist()
         assert float(losses[at]) == pytest.approx(math.log(sum(map(math.exp, scores))) - scores[word], rel=1e-4)
         assert bool(right[at]) == (scores[word] == max(scores))
 
@@ -259,7 +259,6 @@ def test_the_command_trains_measures_and_goes_on(tmp_path: Path, monkeypatch: py
         assert result.exit_code == 0, result.output
         card = read_mlm_card(out / "head")
         assert card.head_sha256[:12] in result.output
-        assert "default held-out" in result.output
     assert len(list(out.glob("draws-*"))) == 1
     assert set(card.training["held_out"]["default held-out"]) == {
         "perplexity", "accuracy", "positions", "unigram_perplexity", "unigram_accuracy",
