@@ -37,11 +37,11 @@ def make_page(result: dict[str, Any]) -> str:
     for text, count in result["about"]["text"].items():
         rows = [row for row in result["rows"] if row["text"] == text]
         dense, gold = (next(row for row in rows if row["line"] == line) for line in ("dense", "gold graph"))
+        figures = f"perplexity {dense['perplexity']:.2f}, accuracy {dense['accuracy']:.1%}"
         parts.append(f"""## {text[0].upper()}{text[1:]} ({count} texts)
 
-Dense entmax: perplexity {dense["perplexity"]:.2f}, accuracy {dense["accuracy"]:.1%}. The gold graph, {gold["density"]:.1%} of
-the pairs: {gold["perplexity"]:.2f}. Perplexity as a multiple of dense at equal computed density, between the measured
-settings of a line (none beyond them):
+Dense entmax: {figures}. The gold graph, {gold["density"]:.1%} of the pairs: perplexity {gold["perplexity"]:.2f}.
+Perplexity as a multiple of dense at equal computed density, between the measured settings of a line (none beyond them):
 
 {table(["", *(f"{d:.0%}" for d in DENSITIES)], _lines(rows))}""")
     return "\n".join(parts)

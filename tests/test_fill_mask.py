@@ -1,4 +1,4 @@
-"""The benchmark of fill-mask: its oracle against the definition, its rows at the model, its page from made-up figures."""
+"""The benchmark of fill-mask: its oracle by the definition, its rows at the model, its page from made-up figures."""
 
 import math
 
@@ -98,7 +98,10 @@ def test_page_and_picture_name_every_line(tmp_path):
     result = {"about": about | {"text": {"t": 3}}, "rows": rows}
     page = make_page(result)
     cells = [line for line in page.splitlines() if line.startswith("|")]
-    assert [line.split("|")[1].strip() for line in cells[2:]] == [*(x.name for x in LINES), "oracle: greatest attention"]
+    assert [line.split("|")[1].strip() for line in cells[2:]] == [
+        *(x.name for x in LINES),
+        "oracle: greatest attention",
+    ]
     draw_curves(result, tmp_path / "a" / "picture.png")
     assert (tmp_path / "a" / "picture.png").stat().st_size > 10_000
 

@@ -49,7 +49,7 @@ def train_mlm_head(
     Raises:
         ArtifactError, ConfigError, DataError, IncompatibleModelError: what cannot be read, or does not fit.
     """
-    started = time.perf_counter()
+    began = time.perf_counter(), time.process_time()
     opened = open_teacher(ExtractConfig(teacher=config.teacher, artifact=config.artifact))
     teacher, artifact = opened.teacher, opened.artifact
     train, held_out = prepare_texts(text, eval_text)
@@ -59,7 +59,6 @@ def train_mlm_head(
     with opened.attached.using("dense"):
         held = {name: held_draws(teacher, items, config.batch_size) for name, items in chunks.items()}
         drawn = _draws(config, opened, sources, text_hash(pieces), out, on_progress)
-    seconds_drawn = time.perf_counter() - started
 
     head, said = new_mlm_head(teacher, config.seed), ["head"]
 
@@ -76,10 +75,8 @@ def train_mlm_head(
         "text_sha256": text_hash(pieces),
         "chunks": [len(source) for source in sources],
         "positions": len(drawn.words),
-        "minutes": {
-            "drawing": round(seconds_drawn / 60, 1),
-            "all": round((time.perf_counter() - started) / 60, 1),
-        },
+        "minutes": round((time.perf_counter() - began[0]) / 60, 1),
+        "cpu_minutes": round((time.process_time() - began[1]) / 60, 1),  # of all threads: others may use the machine
     }
     card = MlmCard(config.teacher, teacher.fingerprint, delta_hash(artifact), record)
     save_mlm_head(out / "head", head, card)
@@ -116,9 +113,7 @@ def _draws(
     return kept_draws(opened.teacher, stream, config.batches, folder, MASKED_SHARE, config.seed, on_batch)
 
 
-def fit_head(
-    config: MlmHeadConfig, head: MlmHead, drawn: Draws, on_step: OnStep = lambda step, steps: None
-) -> MlmHead:
+def fit_head(config: MlmHeadConfig, head: MlmHead, drawn: Draws, on_step: OnStep = lambda step, steps: None) -> MlmHead:
     """Train `head`, in place, on positions that were drawn; its bias begins as the words' log frequencies.
 
     AdamW, a short warm-up, then half a cosine down to a hundredth. The word embeddings stay as they are.
