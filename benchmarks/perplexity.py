@@ -1,105 +1,171 @@
 """What sparse attention costs a causal language model: perplexity of held-out text at equal computed density.
 
     sparsefinder-train run --teacher smollm2 --out runs/smollm2
-    python -m benchmarks.perplexity --data runs/smollm2 [--tokens 1024 2048 4096] [--quick] [--json FILE]
+    python -m benchmarks.perplexity --data runs/smollm2 [runs/...] [--tokens 1024 2048 4096] [--quick] [--json FILE]
 
+The first run is compared with patterns of others, further ones (the same model with entmax, say) with their own oracle.
 Every row reads the same texts; densities are those of the plans that ran (computed pairs / legal pairs, mean over
 layers, heads and texts), beside the density that was aimed at. The predictor was fitted and its budgets were allotted
-on other text, at the length of its own run; the oracle, which pools the attention that it is asked to predict, has its
-threshold from the first text. A tile's own rows, the window and the first tokens are always read.
+on other text, at the length of its own run; how much is allotted, the oracle's threshold (it pools the attention that
+it is asked to predict) and every pattern's size are chosen by density on the first text. A tile's own rows, the window
+and the first tokens are always read.
 """
 
 import argparse
+import itertools
 import json
 import math
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.perplexity_rows import PooledMass, Row, positional_rows, predicted
-from sparsefinder.artifact import load
+from benchmarks.perplexity_rows import (
+    CENTROIDS,
+    PooledMass,
+    Row,
+    causal_pairs,
+    content_rows,
+    positional_rows,
+    predicted,
+)
+from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
-from sparsefinder.hf import Attached, LayerCall
+from sparsefinder.hf import Attached, LayerCall, LayerInput
+from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.plan import computed_pairs
+from sparsefinder.predictors import Routing
 from sparsefinder.teacher import Teacher, load_teacher
 from training.calibrate import held_points
 from training.corpus import chunk_tokens, default_texts, read_texts
-from training.extract import read_manifest
-from training.fit import calibration_items, positional_of
+from training.extract import read_layer, read_manifest
+from training.fit import OnProgress, calibration_items, positional_of
+from training.fit_content import fit_routing
 from training.pipeline import spread
-from training.points import cuttable
+from training.points import Points, cuttable
 from training.progress_bar import progress
 from training.versions import versions
 
-AIMS, LENGTHS, TEXTS = (0.05, 0.1, 0.2, 0.3), (1024, 2048, 4096), 4
+AIMS, LENGTHS, READ = (0.05, 0.1, 0.2, 0.3), (1024, 2048, 4096), 8192
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A run whose artifact is measured: the model with its attention, and what its budgets are chosen from."""
+
+    folder: Path
+    artifact: Artifact
+    teacher: Teacher
+    attached: Attached
+    positional: Pattern
+    points: list[Points]
+
+    @property
+    def name(self) -> str:
+        """softmax, or entmax with its α."""
+        alpha = self.artifact.card.alpha
+        return "softmax" if alpha == 1 else f"{alpha}-entmax"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
-    artifact = load(options.data / "artifact")
-    teacher = load_teacher(artifact.card.teacher)
-    attached = attach_artifact(teacher, artifact)
-    card, heldout = artifact.card, options.data / "shards" / "heldout"
-    positional = positional_of(card)
-    items = calibration_items(read_manifest(heldout)["instances"])
-    served = [cuttable(layer) for layer in artifact.layers]
     with progress() as on_progress:
-        points = held_points(
-            heldout, served, positional, card.tile_size, items, None, lambda done, n: on_progress("points", done, n)
-        )
-    result: dict[str, Any] = {"about": _about(options, card.version), "rows": []}
+        subjects = [_subject(folder, on_progress) for folder in options.data]
+        routing = _routing(subjects[0], on_progress)
+    result: dict[str, Any] = {"about": _about(options, subjects), "rows": []}
     for tokens in options.tokens:
-        texts = _texts(teacher, options, tokens)
+        texts = _texts(subjects[0].teacher, options, tokens)
         print(f"\n{tokens} tokens, {len(texts)} texts")
         print(f"{'':26} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
-        oracle = PooledMass(positional, card.tile_size)
-        dense = None
-        for row in [
-            Row("dense", None, None),
-            *predicted(artifact.layers, points, positional, card.tile_size, options.aims),
-            *(_later(oracle, aim) for aim in options.aims),
-            *positional_rows(tokens, card.heads, card.head_dim, card.tile_size, options.aims),
-        ]:
-            found = _measure(teacher, attached, row, texts, oracle if dense is None else None)
-            dense = dense or found["perplexity"]
-            found |= {"tokens": tokens, "to_dense": found["perplexity"] / dense}
-            result["rows"].append(found)
-            aim = "" if row.aim is None else f"{row.aim:.2f}"
-            numbers = f"{found['density']:8.3f} {found['perplexity']:11.3f} {found['to_dense']:9.3f}"
-            print(f"{row.name:26} {aim:>6} {numbers}", flush=True)
+        for subject in subjects:
+            baselines = routing if subject is subjects[0] else None
+            for found in _rows(subject, texts, options.aims, baselines):
+                found |= {"tokens": tokens, "attention": subject.name}
+                result["rows"].append(found)
+                aim = "" if found["aim"] is None else f"{found['aim']:.2f}"
+                numbers = f"{found['density']:8.3f} {found['perplexity']:11.3f} {found['to_dense']:9.3f}"
+                print(f"{found['row']:26} {aim:>6} {numbers}", flush=True)
+                if options.json:
+                    options.json.parent.mkdir(parents=True, exist_ok=True)
+                    options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
         print(f"\nAll figures lie in {options.json}")
     return result
 
 
-def _later(oracle: PooledMass, aim: float) -> Row:
-    """The oracle's row, whose threshold is known once the dense row has been measured."""
-    return Row("oracle: pooled attention", aim, lambda call: oracle.plan(call, aim))
+def _subject(folder: Path, on_progress: OnProgress) -> Subject:
+    artifact = load(folder / "artifact")
+    teacher = load_teacher(artifact.card.teacher)
+    card, heldout, positional = artifact.card, folder / "shards" / "heldout", positional_of(artifact.card)
+    points = held_points(
+        heldout,
+        [cuttable(layer) for layer in artifact.layers],
+        positional,
+        card.tile_size,
+        calibration_items(read_manifest(heldout)["instances"]),
+        on_layer=lambda done, n: on_progress("points", done, n),
+    )
+    return Subject(folder, artifact, teacher, attach_artifact(teacher, artifact), positional, points)
+
+
+def _routing(subject: Subject, on_progress: OnProgress) -> list[Routing]:
+    """Centroids of every layer, by the online k-means of the paper over the run's training text."""
+    layers, found = len(subject.artifact.layers), []
+    for layer in range(layers):
+        found.append(fit_routing(read_layer(subject.folder / "shards" / "train", layer), CENTROIDS))
+        on_progress("centroids", layer + 1, layers)
+    return found
+
+
+def _rows(
+    subject: Subject, texts: list[list[int]], aims: Sequence[float], routing: list[Routing] | None
+) -> Iterator[dict[str, Any]]:
+    """All rows of one model, the dense one first, which the others are compared with; routing: None = no baselines."""
+    card, positional, seen = subject.artifact.card, subject.positional, list[LayerInput]()
+    oracle = PooledMass(positional, card.tile_size)
+
+    def watch(call: LayerInput) -> None:
+        oracle.see(call)
+        seen.append(call)
+
+    dense = _measure(subject.teacher, subject.attached, Row("dense", None, None), texts, watch)
+    yield dense | {"to_dense": 1.0}
+    rows = [
+        predicted(subject.artifact.layers, subject.points, seen, positional, card.tile_size, aims),
+        oracle.rows(aims),
+    ]
+    if routing is not None:
+        rows.append(positional_rows(len(texts[0]), card.heads, card.tile_size, aims))
+        rows.append(content_rows(seen, routing, positional, card.tile_size, aims))
+    for row in itertools.chain(*rows):
+        found = _measure(subject.teacher, subject.attached, row, texts)
+        yield found | {"to_dense": found["perplexity"] / dense["perplexity"]}
 
 
 @torch.no_grad()
 def _measure(
-    teacher: Teacher, attached: Attached, row: Row, texts: list[list[int]], oracle: PooledMass | None
+    teacher: Teacher,
+    attached: Attached,
+    row: Row,
+    texts: list[list[int]],
+    watch: Callable[[LayerInput], None] | None = None,
 ) -> dict[str, Any]:
-    """Perplexity over all texts; the oracle watches the first one in the dense row."""
-    computed, legal = 0.0, 0.0
+    """Perplexity over all texts; `watch` sees the layers of the first one."""
+    computed, legal = 0.0, 0
     losses: list[float] = []
 
     def observe(call: LayerCall) -> None:
         nonlocal computed, legal
-        _, heads, n, _ = call.q.shape
-        pairs = heads * n * (n + 1) / 2
+        pairs = causal_pairs(*call.q.shape[:3])
         legal += pairs
         computed += pairs if call.plan is None else float(computed_pairs(call.plan).sum())
-        if oracle is not None and not losses:
-            oracle.see(call)
+        if watch is not None and not losses:
+            watch(call)
 
     for text in texts:
         ids = torch.tensor([text])
@@ -118,29 +184,29 @@ def _measure(
 def _texts(teacher: Teacher, options: argparse.Namespace, tokens: int) -> list[list[int]]:
     texts = read_texts([str(path) for path in options.text]) if options.text else default_texts("heldout")
     whole = [chunk for chunk in chunk_tokens(teacher, texts, tokens) if len(chunk) == tokens]
-    return spread(whole, options.texts, options.seed + 1)
+    return spread(whole, max(1, options.read // tokens), options.seed + 1)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of a run: its artifact and its shards")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders of runs: artifact and shards")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of the texts")
     parser.add_argument("--aims", type=float, nargs="+", default=list(AIMS), help="computed densities")
-    parser.add_argument("--texts", type=int, default=TEXTS, help="texts of each length")
+    parser.add_argument("--read", type=int, default=READ, help="tokens that are read at each length, in all")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
     parser.add_argument("--quick", action="store_true", help="one text of 1024 tokens at two densities")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.texts, options.aims = [1024], 1, [0.1, 0.3]
+        options.tokens, options.read, options.aims = [1024], 1024, [0.1, 0.3]
     return options
 
 
-def _about(options: argparse.Namespace, artifact: str) -> dict[str, Any]:
+def _about(options: argparse.Namespace, subjects: Sequence[Subject]) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks.perplexity", *sys.argv[1:]]),
-        "artifact": artifact,
+        "artifacts": {subject.name: subject.artifact.card.version for subject in subjects},
         "text": ", ".join(path.name for path in options.text) or "held-out default",
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": versions("torch", "transformers", "numba"),

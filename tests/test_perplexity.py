@@ -7,11 +7,14 @@ import tiny_llama
 import torch
 
 from benchmarks.perplexity import _measure
-from benchmarks.perplexity_rows import PooledMass, Row, _nearest, positional_rows
+from benchmarks.perplexity_rows import PooledMass, Row, _nearest, content_rows, positional_rows, predicted
 from sparsefinder.hf import LayerInput, attach
 from sparsefinder.patterns.legal import legal_full
 from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.plan import build_plan, computed_pairs, plan_matrix
+from sparsefinder.predictors import Projections, Routing, Tiles
+from training.calibrate import held_points
+from training.extract import extract, make_manifest
 
 TOKENS, TILE, HEADS, KV_HEADS, DIM = 96, 8, 4, 2, 8
 LEGAL = legal_full(1, TOKENS, TOKENS, causal=True)
@@ -29,7 +32,7 @@ def test_the_nearest_pattern_is_the_first_that_is_dense_enough():
     pairs = [int(computed_pairs(build_plan(p, LEGAL, TILE, heads=1)).sum()) for p in patterns]
     for aim in (0.2, 0.3, 0.5):
         wanted = aim * TOKENS * (TOKENS + 1) / 2
-        found = _nearest(patterns, TOKENS, 1, TILE, aim)
+        found = _nearest(patterns, TOKENS, TILE, aim)
         assert found is patterns[next(at for at, count in enumerate(pairs) if count >= wanted)]
 
 
@@ -61,24 +64,53 @@ def test_the_dense_row_is_the_models_own_perplexity_and_a_plan_of_everything_cha
     with torch.no_grad():
         losses = [teacher.lm(input_ids=torch.tensor([t]), labels=torch.tensor([t])).loss for t in texts]
     attached = attach(teacher.lm, alpha=1.0)
-    dense = _measure(teacher, attached, Row("dense", None, None), texts, None)
+    dense = _measure(teacher, attached, Row("dense", None, None), texts)
     assert dense["perplexity"] == pytest.approx(math.exp(sum(map(float, losses)) / 2), rel=1e-4)
     assert dense["density"] == 1
     everything = Row("all", 1.0, lambda call: build_plan(window(81), call.legal, TILE, heads=HEADS))
-    assert _measure(teacher, attached, everything, texts, None)["perplexity"] == pytest.approx(
-        dense["perplexity"], rel=1e-4
-    )
+    assert _measure(teacher, attached, everything, texts)["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-4)
 
 
 def test_rows_of_others_come_near_the_density_aimed_at():
     teacher = tiny_llama.teacher()
     attached = attach(teacher.lm, alpha=1.0)
-    text = [tiny_llama.token_ids(256)]
-    found = [
-        _measure(teacher, attached, row, text, None)
-        for row in positional_rows(256, tiny_llama.HEADS, tiny_llama.DIM, 16, [0.4])
+    text, seen = [tiny_llama.token_ids(256)], []
+    _measure(teacher, attached, Row("dense", None, None), text, seen.append)
+    routing = [Routing(torch.randn(HEADS, 16, DIM, generator=torch.Generator().manual_seed(n))) for n in range(2)]
+    own = window(3) | GlobalTokens(1)
+    rows = [
+        *positional_rows(256, HEADS, 16, [0.4]),
+        *content_rows(seen, routing, own, 16, [0.4, 0.8], every=1),
     ]
-    assert [row["row"] for row in found] == ["window + sinks", "Longformer, dilated", "BigBird", "LSH, keys apart"]
-    for row in found[:3]:
-        assert row["density"] == pytest.approx(0.4, abs=0.15), row
+    found = [_measure(teacher, attached, row, text) for row in rows]
+    names = ["window + sinks", "Longformer, dilated", "BigBird"]
+    assert [row["row"] for row in found] == [*names, *["Reformer, keys apart"] * 2, *["Routing"] * 2]
+    for row in found:
+        assert row["density"] == pytest.approx(row["aim"], abs=0.2), row
         assert math.isfinite(row["perplexity"])
+
+
+def test_predicted_rows_have_the_density_aimed_at_whatever_the_length_they_were_allotted_at(tmp_path):
+    teacher = tiny_llama.teacher()
+    attached = attach(teacher.lm, alpha=1.0)
+    generator = torch.Generator().manual_seed(0)
+    maps = [
+        Projections(*torch.randn(2, HEADS, 2, DIM, generator=generator), *torch.zeros(2, HEADS, 2), form="bilinear")
+        for _ in range(tiny_llama.LAYERS)
+    ]
+    layers = [Tiles(part, threshold=0.0) for part in maps]
+    own, items = window(3) | GlobalTokens(1), [0]
+    shards = [[tiny_llama.token_ids(64, seed)] for seed in range(2)]
+    extract(
+        teacher,
+        attached,
+        shards[0],
+        tmp_path,
+        make_manifest(teacher, attached, shards[0], split="heldout", shard_size=1, gold_mass=0.95),
+    )
+    points = held_points(tmp_path, layers, own, 16, items)
+    text, seen = [tiny_llama.token_ids(256)], []
+    _measure(teacher, attached, Row("dense", None, None), text, seen.append)
+    for row in predicted(layers, points, seen, own, 16, [0.2, 0.35]):
+        found = _measure(teacher, attached, row, text)
+        assert found["density"] == pytest.approx(row.aim, abs=0.06)

@@ -1,0 +1,119 @@
+"""The page of `benchmarks.perplexity`: one table for each length and kind of attention, and a picture.
+
+    python -m benchmarks.perplexity_page docs/figures/perplexity.json
+
+No figure is written by hand: this reads the JSON of a run.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.write_results import table
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+GOAL_DENSITY = {("softmax", 2048): 0.25, ("softmax", 4096): 0.15, ("1.5-entmax", 2048): 0.15, ("1.5-entmax", 4096): 0.1}
+HEAD = """# Perplexity of a causal language model
+
+Written by `python -m benchmarks.perplexity_page` from [figures/perplexity.json](figures/perplexity.json).
+
+- command: `{command}`
+- hardware: {hardware}; versions: {versions}
+- text: {text}; artifacts: {artifacts}
+
+A cell is *perplexity relative to dense attention of the same kind* @ *computed density*, the share of legal pairs that
+the plan computed (mean over layers, heads and texts), in the column of the density that was aimed at. Every plan holds
+a window of 33 tokens, the first 4 tokens and a tile's own rows, unless a pattern says otherwise. The oracle sees the
+attention that it selects from. Sizes of hashing and routing are chosen by density on the first text.
+
+![perplexity](figures/perplexity.png)
+"""
+
+Row = dict[str, Any]
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page as Markdown."""
+    about = result["about"]
+    named = {key: ", ".join(f"{k} {v}" for k, v in about[key].items()) for key in ("versions", "artifacts")}
+    parts = [HEAD.format(**(about | named))]
+    for kind, tokens in groups(result["rows"]):
+        rows = of_group(result["rows"], kind, tokens)
+        dense = next(row for row in rows if row["row"] == "dense")
+        aims = sorted({row["aim"] for row in rows if row["aim"] is not None})
+        lines = [
+            [name, *(_cell(rows, name, aim) for aim in aims)]
+            for name in dict.fromkeys(row["row"] for row in rows if row["aim"] is not None)
+        ]
+        parts.append(f"## {kind}, {tokens} tokens: dense {dense['perplexity']:.2f} ({len(dense['of_texts'])} texts)\n")
+        parts.append(table(["keys chosen by", *(f"aim {aim:.0%}" for aim in aims)], lines))
+        parts.append(_at_goal(rows, GOAL_DENSITY.get((kind, tokens))))
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def groups(rows: Sequence[Row]) -> list[tuple[str, int]]:
+    """(kind of attention, tokens) in the order of the run."""
+    return sorted({(row["attention"], row["tokens"]) for row in rows}, key=lambda key: (key[0] != "softmax", key[1]))
+
+
+def of_group(rows: Sequence[Row], kind: str, tokens: int) -> list[Row]:
+    """Rows of one kind of attention at one length."""
+    return [row for row in rows if (row["attention"], row["tokens"]) == (kind, tokens)]
+
+
+def loss_at(rows: Sequence[Row], name: str, density: float) -> float | None:
+    """Perplexity relative to dense at a density, its logarithm linear between settings; None outside of them."""
+    own = sorted((row["density"], row["to_dense"]) for row in rows if row["row"] == name and row["aim"] is not None)
+    if not own or not own[0][0] <= density <= own[-1][0]:
+        return None
+    densities, ratios = np.array(own).T
+    return float(np.exp(np.interp(density, densities, np.log(ratios))))
+
+
+def _at_goal(rows: Sequence[Row], density: float | None) -> str:
+    if density is None:
+        return ""
+    found = {name: loss_at(rows, name, density) for name in ("predicted", "oracle: pooled attention")}
+    told = [f"{name} {'not measured' if loss is None else format(loss - 1, '+.1%')}" for name, loss in found.items()]
+    return f"\nBetween the settings, at {density:.0%} computed density: {', '.join(told)}.\n"
+
+
+def _cell(rows: Sequence[Row], name: str, aim: float) -> str:
+    found = [row for row in rows if row["row"] == name and row["aim"] == aim]
+    return f"{found[0]['to_dense']:.3f} @ {found[0]['density']:.1%}" if found else "–"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Perplexity relative to dense by computed density, one panel for each length and kind."""
+    keys = groups(rows)
+    figure, axes = plt.subplots(1, len(keys), figsize=(4.2 * len(keys), 4.2), sharey=True, squeeze=False)
+    for axis, (kind, tokens) in zip(axes[0], keys, strict=True):
+        own = [row for row in of_group(rows, kind, tokens) if row["aim"] is not None]
+        for name in dict.fromkeys(row["row"] for row in own):
+            points = sorted((row["density"], row["to_dense"]) for row in own if row["row"] == name)
+            style = "-" if name == "predicted" else "--" if name.startswith("oracle") else ":"
+            axis.plot(*np.array(points).T, style, marker="o", ms=4, lw=2 if style == "-" else 1.2, label=name)
+        axis.axhline(1.02, color="grey", lw=0.8, ls=":")
+        axis.set(title=f"{kind}, {tokens} tokens", xlabel="computed density", yscale="log", ylim=(0.98, 2.5))
+        axis.set_yticks([1, 1.02, 1.05, 1.1, 1.2, 1.5, 2], ["1", "1.02", "1.05", "1.1", "1.2", "1.5", "2"])
+        axis.minorticks_off()
+    axes[0][0].set_ylabel("perplexity / dense perplexity")
+    axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str]) -> None:
+    result = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    (DOCS / "perplexity.md").write_text(page(result), encoding="utf-8")
+    draw(result["rows"], DOCS / "figures" / "perplexity.png")
+    print(f"Written: {DOCS / 'perplexity.md'} and its picture")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
