@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.fill_mask_page import draw_curves, make_page
-from benchmarks.fill_mask_rows import GRID, Row, family_rows, oracle_rows
-from benchmarks.perplexity_rows import predicted
+from benchmarks.fill_mask_rows import GRID, Row, allotted_rows, family_rows, oracle_rows
 from sparsefinder.hf import LayerCall
 from sparsefinder.mlm_head import MlmHead, load_mlm_head
 from sparsefinder.plan import computed_pairs
@@ -42,7 +41,6 @@ from training.versions import versions
 
 BATCH = 4
 CHUNKS, QUICK_CHUNKS = 48, 12
-AIMS = (0.05, 0.07, 0.1, 0.15, 0.2, 0.3)  # densities that are allotted to the heads of the served predictor
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -82,12 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def _rows(ready: Measured, quick: bool) -> Iterator[Row]:
     """The served predictor with budgets allotted to its heads, every family of the sweep, and the oracle."""
     works, artifact, heldout = read_works(ready.shards), ready.setup.artifact, ready.shards / "heldout"
-    card, positional = artifact.card, positional_of(artifact.card)
-    items = calibration_items(len(works[0].lengths))
-    points = held_points(heldout, [cuttable(layer) for layer in artifact.layers], positional, card.tile_size, items)
+    items, positional = calibration_items(len(works[0].lengths)), positional_of(artifact.card)
+    served = [cuttable(layer) for layer in artifact.layers]
+    points = held_points(heldout, served, positional, artifact.card.tile_size, items)
     step = 2 if quick else 1
-    for row in predicted(artifact.layers, points, positional, card.tile_size, AIMS[::step]):
-        yield Row("tiles, budgets allotted", "learned", {"aim": row.aim}, row.plan_for)
+    yield from list(allotted_rows(artifact, points))[::step]
     yield from list(family_rows(ready.setup, works))[::step]
     yield from oracle_rows()
 

@@ -1,15 +1,20 @@
 """The rows of `benchmarks.fill_mask`: the sweep's families at settings from sparse to dense, and an oracle."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sparsefinder.artifact import Card
+from benchmarks.perplexity_rows import allotted_to
+from sparsefinder.artifact import Artifact, Card
 from sparsefinder.hf import LayerInput, PlanFor
 from sparsefinder.plan import Plan, build_plan
+from sparsefinder.predictors import Predictor, layer_plan
 from training.config import SweepConfig
+from training.fit import positional_of
+from training.points import Points
 from training.sweep_families import all_families
 from training.sweep_fronts import Point
 from training.sweep_quality import planner
@@ -22,6 +27,7 @@ GRID = SweepConfig(
     buckets=(4, 8, 16, 32), counts=(2, 4, 8, 16, 32, 64), windows=(0, 3, 7, 13, 25, 51, 101), tile_sizes=(16,),
 )  # fmt: skip
 TILE_THRESHOLDS = (-7.0, -6.0, -5.0, -4.5, -4.0, -3.5, -3.0)  # log of a key's share, as `Tiles` cuts it
+AIMS = (0.1, 0.12, 0.15, 0.2, 0.3)  # densities that are allotted to heads; a tile's own rows take 6 %, its window more
 ATTENTION = (0.0, 0.005, 0.02, 0.05, 0.1, 0.2)  # probabilities that the oracle cuts at
 FAMILIES = (
     "window", "random", "distance", "score", "clusters", "quantization", "hashing", "routing", "tiles",
@@ -69,6 +75,18 @@ class Row:
     plan_for: PlanFor | None
 
 
+def allotted_rows(artifact: Artifact, points: Sequence[Points]) -> Iterator[Row]:
+    """What the artifact serves, a density allotted to heads where it buys most on graphs of other text."""
+    positional, tile_size = positional_of(artifact.card), artifact.card.tile_size
+
+    def plan(call: LayerInput, served: Sequence[Predictor]) -> Plan:
+        return layer_plan(served[call.layer], call.q, call.k, call.legal, positional, tile_size, call.layer)
+
+    for aim in AIMS:
+        served = allotted_to(artifact.layers, points, aim)
+        yield Row("tiles, budgets allotted", "learned", {"aim": aim}, functools.partial(plan, served=served))
+
+
 def family_rows(setup: Setup, works: Sequence[LayerWork]) -> Iterator[Row]:
     """Every line at its settings, each ∪ the window and the global tokens that the artifact serves."""
     known = {(f.name, f.role, f.objective, f.rank): f for f in all_families(setup, FAMILIES)}
@@ -109,12 +127,12 @@ def _wanted(family: Family, parameters: Parameters) -> bool:
 
 def oracle_rows() -> Iterator[Row]:
     """The pairs that hold more than so much of a query's attention in the very pass: at 0 the gold graph itself."""
+
+    def plan(call: LayerInput, least: float) -> Plan:
+        cuts = torch.full((call.q.shape[1],), least ** (call.alpha - 1))
+        pattern = AboveTau(call.scale, call.alpha, cuts).pattern(call.q, call.k, call.legal)
+        return build_plan(pattern, call.legal, 1, heads=call.q.shape[1])
+
     for least in ATTENTION:
-
-        def plan(call: LayerInput, least: float = least) -> Plan:
-            heads = call.q.shape[1]
-            cuts = torch.full((heads,), least ** (call.alpha - 1))
-            pattern = AboveTau(call.scale, call.alpha, cuts).pattern(call.q, call.k, call.legal)
-            return build_plan(pattern, call.legal, 1, heads=heads)
-
-        yield Row("gold graph" if least == 0 else "oracle: greatest attention", "oracle", {"attention": least}, plan)
+        name = "oracle: greatest attention" if least else "gold graph"
+        yield Row(name, "oracle", {"attention": least}, functools.partial(plan, least=least))
