@@ -46,7 +46,7 @@ class Line:
     rank: int | None = None
 
 
-POSITIONAL = ("bigbird", "longformer", "random keys", "window")
+POSITIONAL = ("bigbird", "bigbird blocks", "longformer", "window")
 LINES = (
     Line("tiles, one threshold", "tiles", "learned", "listwise", 8),
     Line("score", "score", "learned", "bilinear", 8),
@@ -59,7 +59,7 @@ LINES = (
     Line("LSH, keys apart", "lsh, separate", "baseline"),
     Line("BigBird", "bigbird", "baseline"),
     Line("Longformer", "longformer", "baseline"),
-    Line("random keys", "random keys", "baseline"),
+    Line("BigBird, blocks", "bigbird blocks", "baseline"),
     Line("window", "window", "control"),
     Line("distance, untrained", "distance", "control", "untrained", 8),
 )
@@ -122,6 +122,8 @@ def _wanted(family: Family, parameters: Parameters) -> bool:
     """Not every setting that the sweep knows: tiles by threshold, one cluster of each token, one round of hashing."""
     if family.name == "tiles":
         return parameters.get("threshold") in TILE_THRESHOLDS
+    if family.name == "bigbird blocks":
+        return parameters["block"] == 16
     return "threshold" not in parameters and parameters.get("top", 1) == parameters.get("rounds", 1) == 1
 
 

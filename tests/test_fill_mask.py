@@ -8,15 +8,17 @@ import torch
 
 from benchmarks.fill_mask import measure
 from benchmarks.fill_mask_page import DENSITIES, at_densities, draw_curves, make_page
-from benchmarks.fill_mask_rows import ATTENTION, LINES, Row, oracle_rows
+from benchmarks.fill_mask_rows import ATTENTION, GRID, LINES, Row, family_rows, oracle_rows
+from sparsefinder.artifact import load
 from sparsefinder.edges import edges_matrix, gold_edges
 from sparsefinder.hf import LayerCall, LayerInput, attach
 from sparsefinder.mlm_head import new_mlm_head
 from sparsefinder.patterns.legal import legal_full
 from sparsefinder.plan import plan_matrix
+from sparsefinder.shipped import default_artifact
 from training.mlm_head import held_draws
 from training.pipeline import Opened
-from training.sweep_families import FAMILIES
+from training.sweep_setup import Setup
 
 IDS = tiny.token_ids([24] * 3)
 
@@ -106,7 +108,9 @@ def test_page_and_picture_name_every_line(tmp_path):
     assert (tmp_path / "a" / "picture.png").stat().st_size > 10_000
 
 
-def test_every_line_has_its_rows_in_the_sweep():
-    assert {line.family for line in LINES} - {"bigbird", "longformer", "random keys", "reformer", "lsh, separate"} <= {
-        *FAMILIES
-    }
+def test_every_line_has_its_maps_in_the_shipped_artifact_and_settings_that_differ():
+    setup = Setup(load(default_artifact()), GRID, lambda layer: pytest.fail("no graph is needed to name settings"))
+    settings = [(row.line, tuple(row.setting.items())) for row in family_rows(setup, [])]
+    assert len(set(settings)) == len(settings)
+    assert {name for name, _ in settings} == {line.name for line in LINES}
+    assert all(sum(name == line.name for name, _ in settings) >= 3 for line in LINES)
