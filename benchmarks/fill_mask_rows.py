@@ -24,7 +24,7 @@ from training.sweep_sheets import Family, LayerWork, Parameters, Role
 
 GRID = SweepConfig(
     instances=16, train_instances=16, thresholds=(), densities=(0.01, 0.02, 0.04, 0.08, 0.15, 0.3),
-    buckets=(4, 8, 16, 32, 64), counts=(2, 4, 8, 16, 32, 64), windows=(0, 3, 7, 13, 25, 51, 101), tile_sizes=(16,),
+    buckets=(4, 8, 16, 32, 64), counts=(2, 4, 8, 16, 32, 48), windows=(0, 3, 7, 13, 25, 51, 101), tile_sizes=(16,),
 )  # fmt: skip
 TILE_THRESHOLDS = (-7.0, -6.0, -5.0, -4.5, -4.0, -3.5, -3.0)  # log of a key's share, as `Tiles` cuts it
 AIMS = (0.1, 0.12, 0.15, 0.2, 0.3)  # densities that are allotted to heads; a tile's own rows take 6 %, its window more
