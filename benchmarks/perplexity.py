@@ -51,7 +51,8 @@ from training.points import Points, cuttable
 from training.progress_bar import progress
 from training.versions import versions
 
-AIMS, LENGTHS, READ = (0.05, 0.1, 0.2, 0.3), (1024, 2048, 4096), 8192
+AIMS, BASELINE_AIMS = (0.05, 0.1, 0.2, 0.3), (0.1, 0.3)
+LENGTHS, READ = (1024, 2048, 4096), 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +141,8 @@ def _rows(
         oracle.rows(aims),
     ]
     if routing is not None:
-        rows.append(positional_rows(len(texts[0]), card.heads, card.tile_size, aims))
-        rows.append(content_rows(seen, routing, positional, card.tile_size, aims))
+        rows.append(positional_rows(len(texts[0]), card.heads, card.tile_size, BASELINE_AIMS))
+        rows.append(content_rows(seen, routing, positional, card.tile_size, BASELINE_AIMS))
     for row in itertools.chain(*rows):
         found = _measure(subject.teacher, subject.attached, row, texts)
         yield found | {"to_dense": found["perplexity"] / dense["perplexity"]}
@@ -191,7 +192,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders of runs: artifact and shards")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of the texts")
-    parser.add_argument("--aims", type=float, nargs="+", default=list(AIMS), help="computed densities")
+    parser.add_argument("--aims", type=float, nargs="+", default=list(AIMS), help="computed densities of our own rows")
     parser.add_argument("--read", type=int, default=READ, help="tokens that are read at each length, in all")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
     parser.add_argument("--quick", action="store_true", help="one text of 1024 tokens at two densities")
