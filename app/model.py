@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
 from app.schemas import Mode
-from app.servable import Description, Forward, Ids
+from app.servable import Counts, Description, Forward, Ids
 from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.errors import IncompatibleModelError
@@ -115,22 +115,29 @@ class ServedModel:
         """The embeddings of one batch, in the mode that was asked for and in no other."""
         teacher = self._original if mode == "original" else self._twin
         tokens, mask = batch(teacher, ids)
-        legal_pairs = sum(legal_from_mask(mask).count(b) for b in range(len(ids)))
+        legal_pairs = legal_count(legal_from_mask(mask))
         seen = _Observer(self.description.heads, sample)
         if mode == "original":
             vectors = embed(teacher, tokens, mask)
         else:
             with self._attached.using(mode, observe=seen if mode == "sparse" else None):
                 vectors = embed(teacher, tokens, mask)
-        if mode == "sparse":
-            computed = np.stack(seen.computed)
-        else:
-            computed = np.full((self.description.layers, self.description.heads), legal_pairs, dtype=np.int64)
+        computed = np.stack(seen.computed) if mode == "sparse" else self._dense_pairs(mask)
         return Forward(vectors.float().cpu().numpy(), computed, legal_pairs, tuple(seen.audit))
+
+    def _dense_pairs(self, mask: Tensor) -> Counts:
+        """`[L, H]`: the pairs of each layer that exist, which in a sliding-window layer are few."""
+        rows = [legal_count(Legal(mask, mask, radius=caller.radius)) for caller in self._attached.callers]
+        return np.array(rows, dtype=np.int64)[:, None].repeat(self.description.heads, axis=1)
+
+
+def legal_count(legal: Legal) -> int:
+    """Legal pairs of a batch."""
+    return sum(legal.count(b) for b in range(legal.key_real.shape[0]))
 
 
 class _Observer:
-    """Counts what each layer computed, and keeps the audited rows of one item."""
+    """Counts what each layer computed, and keeps the audited rows of one item (none of a sliding-window layer)."""
 
     def __init__(self, heads: int, sample: Sample | None):
         self.heads = heads
@@ -140,25 +147,28 @@ class _Observer:
 
     def __call__(self, call: LayerCall) -> None:
         """See one layer of a sparse forward pass."""
-        if call.plan is None:  # `sparse` was asked for: a layer without a plan would be dense in silence
+        if call.plan is not None:
+            self.computed.append(computed_pairs(call.plan).sum(0).cpu().numpy())
+        elif call.legal.radius is not None:
+            self.computed.append(np.full(self.heads, legal_count(call.legal), dtype=np.int64))
+        else:  # `sparse` was asked for: a layer without a plan would be dense in silence
             raise IncompatibleModelError(f"layer {call.layer}: expected a plan in mode sparse, got none")
-        self.computed.append(computed_pairs(call.plan).sum(0).cpu().numpy())
         if self.sample is not None:
-            self.audit.append(audited_layer(call, call.plan, self.sample))
+            self.audit.append(audited_layer(call, self.sample))
 
 
-def audited_layer(call: LayerCall, plan: Plan, sample: Sample) -> AuditedLayer:
-    """The audited rows of one item, copied out of the batch so that the batch can be freed."""
+def audited_layer(call: LayerCall, sample: Sample) -> AuditedLayer:
+    """The audited rows of one item, copied out of the batch so that the batch can be freed; none without a plan."""
     b, heads = sample.item, call.q.shape[1]
     real = call.legal.key_real[b].nonzero().flatten()
-    rows = call.legal.query_real[b].nonzero().flatten()[list(sample.rows)]
+    rows = call.legal.query_real[b].nonzero().flatten()[list(sample.rows if call.plan else ())]
     keys = call.k[b][:, real].repeat_interleave(heads // call.k.shape[1], dim=0)
     legal = call.legal.allows(b, rows[:, None], real[None, :])
-    kept = kept_keys(plan, call.legal, b, rows)[:, :, real]
+    kept = kept_keys(call.plan, b, rows)[:, :, real] if call.plan else legal.expand(heads, -1, -1)
     return AuditedLayer(call.q[b][:, rows].clone(), keys.clone(), call.scale.clone(), call.alpha, legal, kept)
 
 
-def kept_keys(plan: Plan, legal: Legal, b: int, rows: Tensor) -> Tensor:
+def kept_keys(plan: Plan, b: int, rows: Tensor) -> Tensor:
     """`Bool[H, R, M]`: which keys the plan lets these rows of item `b` read; no N×M matrix is made."""
     _, heads, _, width = plan.shape
     offsets, keys, first = (part.cpu().numpy() for part in (plan.offsets, plan.keys, plan.first_row))

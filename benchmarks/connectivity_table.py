@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.pages import deliver
 from sparsefinder.connectivity import Connectivity, analyse, connectivity_table
 from sparsefinder.cost import dense_depth, depth_of
 from sparsefinder.patterns.legal import legal_full
@@ -55,14 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, help="write the page to this file instead of printing it")
     options = parser.parse_args(arguments)
-    page = make_page(options.tokens)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(page, encoding="utf-8")
-        print(f"wrote {options.out}")
-    else:
-        print(page)
-    return page
+    return deliver(make_page(options.tokens), options.out)
 
 
 def make_page(tokens: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.pages import deliver
 from sparsefinder.cost import (
     LongDocument,
     attention_price,
@@ -51,14 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--timing", type=Path, help="figures of benchmarks.element_vs_block")
     parser.add_argument("--out", type=Path, help="write the page to this file instead of printing it")
     options = parser.parse_args(arguments)
-    page = make_page(options.lengths, options.timing)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(page, encoding="utf-8")
-        print(f"wrote {options.out}")
-    else:
-        print(page)
-    return page
+    return deliver(make_page(options.lengths, options.timing), options.out)
 
 
 def make_page(lengths: Sequence[int], timing: Path | None) -> str:

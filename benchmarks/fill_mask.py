@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.fill_mask_page import draw_curves, make_page
 from benchmarks.fill_mask_rows import GRID, Row, allotted_rows, family_rows, oracle_rows
+from benchmarks.pages import deliver
 from sparsefinder.hf import LayerCall
 from sparsefinder.mlm_head import MlmHead, load_mlm_head
 from sparsefinder.plan import computed_pairs
@@ -66,14 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             numbers = f"{found['perplexity']:11.3f} {found['to_dense']:9.3f} {found['accuracy']:9.3f}"
             print(f"{row.line:30} {found['density']:8.3f} {numbers}", flush=True)
     result["about"]["minutes"] = round((time.perf_counter() - began) / 60, 1)
-    page = make_page(result)
-    print(f"\n{page}")
     if options.json:
         write_json(options.json, result)
     if options.picture:
         draw_curves(result, options.picture)
-    if options.page:
-        options.page.write_text(page, encoding="utf-8")
+    deliver(make_page(result), options.page)
     return result
 
 

@@ -45,7 +45,7 @@ class Row:
 
 
 def predicted(
-    layers: Sequence[Predictor],
+    layers: Sequence[Predictor | None],
     points: Sequence[Points],
     seen: Sequence[LayerInput],
     positional: Pattern,
@@ -70,7 +70,7 @@ def predicted(
         yield Row("predicted", aim, functools.partial(plan, served=served))
 
 
-def allotted_to(layers: Sequence[Predictor], points: Sequence[Points], density: float) -> list[Predictor]:
+def allotted_to(layers: Sequence[Predictor | None], points: Sequence[Points], density: float) -> list[Predictor]:
     """The predictors with thresholds for each head that keep this density of the graphs behind the points."""
     _, cuts = choose(points, Target("density", density))
     return [

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality_rows import SPARSITIES, Row, all_rows, choose
-from sparsefinder.artifact import Artifact, load
+from sparsefinder.artifact import Artifact, load, predicted
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.hf import Attached
 from sparsefinder.metrics import Report, SetName, summarize
@@ -100,7 +100,7 @@ def _about(options: argparse.Namespace, artifact: Artifact, chunks: list[list[in
 def _extract(teacher: Teacher, attached: Attached, chunks: list[list[int]], artifact: Artifact) -> list[LayerData]:
     tokens = max(map(len, chunks))
     parts = [extract_batch(teacher, attached, chunks[i : i + BATCH], tokens) for i in range(0, len(chunks), BATCH)]
-    return [join_layer(parts, layer, artifact.card.alpha) for layer in range(artifact.card.layers)]
+    return [join_layer(parts, layer, artifact.card.alpha) for layer in predicted(artifact)]
 
 
 def _recall(row: Row, layers: list[LayerData], chosen: list[int], measured: list[int]) -> dict[str, Any]:
@@ -159,20 +159,21 @@ def _mixed(artifact: Artifact, layers: list[LayerData]) -> dict[str, float]:
 
 def _served(artifact: Artifact, layers: list[LayerData], items: list[int]) -> dict[SetName, Report]:
     card, reports = artifact.card, {}
-    positional = positional_of(card)
+    positional, asked = positional_of(card), predicted(artifact)
     names: list[SetName] = ["plan", "pattern"] if has_pattern(artifact.layers) else ["plan"]
     for name in names:
         counted = [
             layer_counts(data, predictor, positional, card.tile_size, name, items, layer)
-            for layer, (data, predictor) in enumerate(zip(layers, artifact.layers, strict=True))
+            for layer, data in zip(asked, layers, strict=True)
+            if (predictor := artifact.layers[layer]) is not None
         ]
         reports[name] = report = summarize(counted)
         print(
             f"\nServed predictor ({card.served} ∪ window {card.window_size} ∪ global {card.global_tokens}), set: {name}"
         )
         print("layer" + "".join(f"{measure.replace('_', ' '):>18}" for measure in report.overall))
-        for layer in range(card.layers):
-            print(f"{layer:5}" + "".join(f"{float(values[layer]):18.3f}" for values in report.layers.values()))
+        for at, layer in enumerate(asked):
+            print(f"{layer:5}" + "".join(f"{float(values[at]):18.3f}" for values in report.layers.values()))
         print(" mean" + "".join(f"{value:18.3f}" for value in report.overall.values()))
     return reports
 

@@ -27,6 +27,8 @@ def recalls(artifact: Artifact, heldout: Path) -> list[float]:
     positional = positional_of(card)
     found = []
     for layer, predictor in enumerate(artifact.layers):
+        if predictor is None:  # it keeps its sliding window
+            continue
         data = read_layer(heldout, layer)
         if not isinstance(predictor, Tiles):
             raise SystemExit(f"expected an artifact that serves tiles, got {card.served}")

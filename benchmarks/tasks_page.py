@@ -125,8 +125,7 @@ def cross_part(runs: Runs) -> str:
 
 A Marian-shaped model trained here; the source is `START s EOS`. To predict symbol i of n the decoder must read source
 position i + 1 (copy) or n − i (reverse). *Gold recall*: some head keeps that pair; *per head*: the mean over heads.
-Predicted rows keep a fixed share of the source per target row, by low-rank maps of q and k or by the true scores; a
-plan adds the pair (i, i) to every row.
+Predicted rows keep a fixed share of the source per target row, by low-rank maps of q and k or by the true scores.
 
 {body}"""
 

@@ -66,14 +66,23 @@ class Card:
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """Everything a service or a benchmark needs: the served predictors, and the named alternatives beside them."""
+    """Everything a service or a benchmark needs: the served predictors, and the named alternatives beside them.
+
+    layers: the served predictor of each layer, None for one that keeps its sliding window. The named sets have one
+    entry per predicted layer, in order.
+    """
 
     card: Card
-    layers: tuple[Predictor, ...]  # the served predictor of each layer
-    projections: Mapping[str, tuple[Projections, ...]] = field(default_factory=dict)  # "hinge-r4" -> one per layer
+    layers: tuple[Predictor | None, ...]
+    projections: Mapping[str, tuple[Projections, ...]] = field(default_factory=dict)  # such as "hinge-r4"
     centroids: Mapping[str, tuple[Float[Tensor, "H B r"], ...]] = field(default_factory=dict)
     thresholds: Mapping[str, tuple[Float[Tensor, " H"], ...]] = field(default_factory=dict)
     delta: Mapping[str, Tensor] = field(default_factory=dict)  # of the teacher; empty = the teacher as it is
+
+
+def predicted(artifact: Artifact) -> list[int]:
+    """The layers that have a predictor."""
+    return [layer for layer, predictor in enumerate(artifact.layers) if predictor is not None]
 
 
 def save(path: str | Path, artifact: Artifact) -> Card:
@@ -91,7 +100,7 @@ def save(path: str | Path, artifact: Artifact) -> Card:
     body = asdict(artifact.card)
     body = {key: value for key, value in body.items() if key not in OPTIONAL or value is not None}
     body |= {"files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}}
-    body |= {"predictors": [{"kind": layer.kind, "settings": layer.settings()} for layer in artifact.layers]}
+    body |= {"predictors": [_described(predictor) for predictor in artifact.layers]}
     body |= {"projections": {name: [p.settings() for p in maps] for name, maps in artifact.projections.items()}}
     body["hash"] = json_digest({key: value for key, value in body.items() if key not in NOT_HASHED})
     body["card_hash"] = json_digest({key: value for key, value in body.items() if key != "card_hash"})
@@ -120,8 +129,10 @@ def load(path: str | Path) -> Artifact:
 def _check(artifact: Artifact) -> None:
     """Completeness and finiteness; every message names what is wrong."""
     card = artifact.card
-    if card.layers < 1 or len(artifact.layers) != card.layers:
-        raise ArtifactError(f"layers: expected predictors for {card.layers} layers, got {len(artifact.layers)}")
+    count = len(predicted(artifact))
+    if count < 1 or len(artifact.layers) != card.layers:
+        found = len(artifact.layers) if count else 0
+        raise ArtifactError(f"layers: expected predictors for {card.layers} layers, got {found}")
     if [len(row) for row in card.head_scale] != [card.heads] * card.layers:
         raise ArtifactError(f"head_scale: expected {card.layers} rows of {card.heads} numbers")
     if not all(math.isfinite(value) for row in card.head_scale for value in row):
@@ -129,8 +140,8 @@ def _check(artifact: Artifact) -> None:
     if card.window_size < 0 or (card.window_size and card.window_size % 2 == 0) or card.global_tokens < 0:
         raise ArtifactError(f"window_size: expected 0 or an odd number, got {card.window_size}")
     for name, group in _groups(artifact):
-        if not NAME.fullmatch(name.rsplit(" ", 1)[-1]) or len(group) != card.layers:
-            raise ArtifactError(f"{name}: expected a plain name and {card.layers} layers, got {len(group)}")
+        if not NAME.fullmatch(name.rsplit(" ", 1)[-1]) or len(group) != count:
+            raise ArtifactError(f"{name}: expected a plain name and {count} layers, got {len(group)}")
     for layer, maps in _all_projections(artifact):
         came = (maps.heads, maps.q_map.shape[2])
         if came != (card.heads, card.head_dim):
@@ -141,19 +152,25 @@ def _check(artifact: Artifact) -> None:
             raise ArtifactError(f"{name}: expected finite numbers, got NaN or infinity")
 
 
+def _described(predictor: Predictor | None) -> dict[str, Any] | None:
+    return None if predictor is None else {"kind": predictor.kind, "settings": predictor.settings()}
+
+
 def _groups(artifact: Artifact) -> list[tuple[str, Sequence[Any]]]:
     parts = {"projections": artifact.projections, "centroids": artifact.centroids, "thresholds": artifact.thresholds}
     return [(f"{part} {name}", group) for part, named in parts.items() for name, group in named.items()]
 
 
 def _all_projections(artifact: Artifact) -> list[tuple[int, Projections]]:
-    served = [(i, p.projections) for i, p in enumerate(artifact.layers) if hasattr(p, "projections")]
-    return served + [pair for maps in artifact.projections.values() for pair in enumerate(maps)]
+    served = [(i, p.projections) for i, p in enumerate(artifact.layers) if p is not None and hasattr(p, "projections")]
+    layers = predicted(artifact)
+    return served + [pair for maps in artifact.projections.values() for pair in zip(layers, maps, strict=True)]
 
 
 def _pack(artifact: Artifact) -> dict[str, Tensor]:
     """All tensors but the delta, by unique names."""
-    out = {f"layers.{i}.{n}": t for i, layer in enumerate(artifact.layers) for n, t in layer.to_tensors().items()}
+    served = [(i, predictor.to_tensors()) for i, predictor in enumerate(artifact.layers) if predictor is not None]
+    out = {f"layers.{i}.{n}": t for i, tensors in served for n, t in tensors.items()}
     for name, maps in artifact.projections.items():
         out |= {f"projections.{name}.{i}.{n}": t for i, p in enumerate(maps) for n, t in p.to_tensors().items()}
     for part in ("centroids", "thresholds"):
@@ -166,7 +183,8 @@ def _unpack(card: Card, body: Mapping[str, Any], tensors: dict[str, Tensor], del
     described = body["predictors"]
     if len(described) != card.layers:
         raise ArtifactError(f"predictors: expected {card.layers} layers, got {len(described)}")
-    layers = tuple(_layer(i, entry, tensors) for i, entry in enumerate(described))
+    layers = tuple(None if entry is None else _layer(i, entry, tensors) for i, entry in enumerate(described))
+    count = len(layers) - layers.count(None)
     projections = {
         name: tuple(
             _build(f"projections.{name}.{i}.", Projections.from_tensors, tensors, settings)
@@ -177,7 +195,7 @@ def _unpack(card: Card, body: Mapping[str, Any], tensors: dict[str, Tensor], del
     groups: dict[str, dict[str, tuple[Tensor, ...]]] = {}
     for part in ("centroids", "thresholds"):
         names = sorted({key.split(".")[1] for key in tensors if key.startswith(f"{part}.")})
-        groups[part] = {n: tuple(_present(tensors, f"{part}.{n}.{i}") for i in range(card.layers)) for n in names}
+        groups[part] = {n: tuple(_present(tensors, f"{part}.{n}.{i}") for i in range(count)) for n in names}
     artifact = Artifact(card, layers, projections, groups["centroids"], groups["thresholds"], delta)
     if unknown := sorted(set(tensors) - set(_pack(artifact))):
         raise ArtifactError(f"{PREDICTOR_FILE}: nothing in the card asks for the tensor {unknown[0]}")

@@ -4,7 +4,7 @@ import torch
 
 from sparsefinder.artifact import Artifact
 from sparsefinder.delta import apply_delta
-from sparsefinder.errors import IncompatibleModelError
+from sparsefinder.errors import ArtifactError, IncompatibleModelError
 from sparsefinder.hf import Attached, attach
 from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.predictors import predictor_to
@@ -19,7 +19,7 @@ def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
 
     Raises:
         IncompatibleModelError: the artifact was trained for another teacher, or the model cannot be verified.
-        ArtifactError: the delta does not fit the model.
+        ArtifactError: the delta does not fit the model, or a layer without a sliding window has no predictor.
     """
     card = artifact.card
     if card.teacher_fingerprint != teacher.fingerprint:
@@ -28,11 +28,15 @@ def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
         raise IncompatibleModelError(f"artifact: {named}")
     apply_delta(teacher.model, artifact.delta)
     device = next(teacher.model.parameters()).device
-    return attach(
+    attached = attach(
         teacher.model,
         alpha=card.alpha,
         head_scale=torch.tensor(card.head_scale),
-        predictors=[predictor_to(predictor, device) for predictor in artifact.layers],
+        predictors=[None if predictor is None else predictor_to(predictor, device) for predictor in artifact.layers],
         positional=window(card.window_size) | GlobalTokens(card.global_tokens),
         tile_size=card.tile_size,
     )
+    for layer, (predictor, caller) in enumerate(zip(artifact.layers, attached.callers, strict=True)):
+        if predictor is None and caller.radius is None:
+            raise ArtifactError(f"layer {layer}: expected a predictor, since it attends to the whole text, got none")
+    return attached

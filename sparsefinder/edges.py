@@ -10,7 +10,16 @@ from torch import Tensor
 from sparsefinder.entmax import entmax
 from sparsefinder.errors import ConfigError, ShapeError
 from sparsefinder.patterns.legal import Legal
-from sparsefinder.shapes import check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales, item_bias
+from sparsefinder.shapes import (
+    Dims,
+    check_alpha,
+    check_bias,
+    check_finite,
+    check_qkv,
+    check_real,
+    head_scales,
+    item_bias,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +75,9 @@ def gold_edges(
         ShapeError, AlphaError, ConfigError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token.
     """
-    dims = check_qkv(q, k)
-    check_real(legal.query_real, legal.key_real, dims)
-    check_finite("q", q, legal.query_real)
-    check_finite("k", k, legal.key_real)
     check_alpha(alpha)
     check_gold_mass(gold_mass)
-    scales = head_scales(scale, dims, q.float())
-    added = None if bias is None else check_bias(bias, dims, q)
+    dims, scales, added = checked_scores(q, k, legal, scale, bias)
     found: list[Tensor] = []
     for b in range(dims.batch):
         rows, columns = legal.query_real[b].nonzero().squeeze(-1), legal.key_real[b].nonzero().squeeze(-1)
@@ -86,6 +90,18 @@ def gold_edges(
             found.append(rows[i] * dims.keys + columns[j])
     counts = torch.tensor([0] + [edges.shape[0] for edges in found], device=q.device)
     return Edges(counts.cumsum(0), torch.cat(found), (dims.batch, dims.heads, dims.queries, dims.keys))
+
+
+def checked_scores(
+    q: Tensor, k: Tensor, legal: Legal, scale: float | Tensor | None, bias: Tensor | None
+) -> tuple[Dims, Float[Tensor, " H"], Float[Tensor, "#B H N M"] | None]:
+    """Sizes, factors of the heads and bias of scores that a graph is made of. Errors as in `gold_edges`."""
+    dims = check_qkv(q, k)
+    check_real(legal.query_real, legal.key_real, dims)
+    check_finite("q", q, legal.query_real)
+    check_finite("k", k, legal.key_real)
+    scales = head_scales(scale, dims, q.float())
+    return dims, scales, None if bias is None else check_bias(bias, dims, q)
 
 
 def mass_edges(

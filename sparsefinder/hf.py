@@ -35,11 +35,7 @@ MODES: tuple[Mode, ...] = ("dense", "sparse")
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j + bias` over the legal pairs.
-
-    bias: of relative positions (T5), for each item or for all; None where there is none. cross: the keys are those of
-    the encoder's text.
-    """
+    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j + bias` over the legal pairs."""
 
     layer: int
     q: Float[Tensor, "B H N D"]
@@ -47,9 +43,8 @@ class LayerInput:
     v: Float[Tensor, "B Hkv M Dv"]
     legal: Legal
     scale: Float[Tensor, " H"]
-    bias: Float[Tensor, "#B H N M"] | None
+    bias: Float[Tensor, "#B H N M"] | None  # of relative positions (T5), for each item or for all
     alpha: float
-    cross: bool
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class LayerCall(LayerInput):
 
 
 Observe = Callable[[LayerCall], None]
-PlanFor = Callable[[LayerInput], Plan]
+PlanFor = Callable[[LayerInput], Plan | None]
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ _OWNER: weakref.WeakKeyDictionary[torch.nn.Module, "Attached"] = weakref.WeakKey
 
 
 class Attached:
-    """A model whose attention is ours. Made by `attach`; `using` chooses the mode for a block of code."""
+    """A model whose attention is ours, made by `attach`. `using` chooses the mode, `callers` run the layers."""
 
     def __init__(
         self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor | None], positional: Pattern
@@ -99,12 +94,14 @@ class Attached:
         self.predictors = tuple(predictors)
         self.positional = positional
         self.tile_size: int | Tensor = 32
+        self.callers: tuple[Caller, ...] = ()
         self.places: dict[torch.nn.Module, list[int]] = {}
-        self.cross: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def using(self, mode: Mode, *, observe: Observe | None = None, plan_for: PlanFor | None = None) -> Iterator[None]:
-        """Run the forward passes inside in `mode`; `observe` sees every layer, `plan_for` replaces the predictors.
+        """Run the forward passes inside in `mode`; `observe` sees every layer.
+
+        plan_for: takes the place of the predictors; a layer for which it gives None computes all its legal pairs.
 
         Raises:
             ConfigError: an unknown mode, or `sparse` without predictors or `plan_for`.
@@ -149,11 +146,6 @@ class Attached:
         return Run("sparse" if self.predictors else "dense")
 
 
-def module_of(attached: Attached, layer: int) -> torch.nn.Module:
-    """The attention module that runs as this layer."""
-    return next(module for module, places in attached.places.items() if layer in places)
-
-
 def attach(
     model: Any,
     *,
@@ -194,14 +186,14 @@ def attach(
     probe = Attached(base, 1.0, torch.ones(layers, heads, device=device), (), Nothing())
     verify(base, layers, NAME, lambda callers: _own(probe, callers))
     attached = Attached(base, alpha, scales.to(device), predictors, positional or Nothing())
-    attached.tile_size, attached.places, attached.cross = tile_size, probe.places, probe.cross
+    attached.tile_size, attached.callers, attached.places = tile_size, probe.callers, probe.places
     for module in attached.places:
         _OWNER[module] = attached
     return attached
 
 
 def _own(attached: Attached, callers: list[Caller]) -> None:
-    attached.cross = frozenset(layer for layer, caller in enumerate(callers) if caller.cross)
+    attached.callers = tuple(callers)
     for layer, caller in enumerate(callers):
         attached.places.setdefault(caller.module, []).append(layer)
         _OWNER[caller.module] = attached
@@ -215,7 +207,7 @@ def _start_counting(*_: Any) -> None:
 
 
 def _layer(attached: Attached, module: torch.nn.Module) -> int:
-    """Which layer is calling. A module that several layers share (ALBERT) is told apart by the order of its calls."""
+    """Which layer calls. A module that several layers share (ALBERT) is told apart by the order of its calls."""
     places = attached.places[module]
     if len(places) == 1:
         return places[0]
@@ -245,36 +237,37 @@ def _attention(
         )
     layer = _layer(attached, module)
     scale = attached.head_scale[layer] * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    bias, cross = rest.get("position_bias"), layer in attached.cross
+    bias, cross = rest.get("position_bias"), attached.callers[layer].cross
     bias = bias if bias is not None and bool(bias.any()) else None  # T5 hands zeros to its cross-attention
     # The queries of cross-attention sit where those of the self-attention before it sat.
     legal = legal_of_call(module, q, k, mask, rest, _THREAD.cached if cross else None)
     _THREAD.cached = legal.query_offset
-    call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha, cross)
+    call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha)
     return _compute(attached, call).transpose(1, 2).contiguous(), None
 
 
 def _compute(attached: Attached, call: LayerInput) -> Tensor:
-    run = attached.run()
+    run, plan = attached.run(), None
     if run.mode == "sparse" and call.legal.radius is None:
-        predictor = attached.predictors[call.layer] if attached.predictors else None
-        if run.plan_for is not None:
-            return _sparse(run, call, run.plan_for(call))
-        if predictor is not None and run.generation is not None and call.legal.causal:
+        if run.generation is not None and call.legal.causal and attached.predictors[call.layer] is not None:
             return _token_by_token(run, run.generation, call)
-        if predictor is not None:
-            return _sparse(run, call, _predicted(attached, predictor, call))
+        plan = _predicted(attached, call) if run.plan_for is None else run.plan_for(call)
+    if plan is not None:
+        return _sparse(run, call, plan)
     output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
     return _seen(run, call, None, output)
 
 
-def _predicted(attached: Attached, predictor: Predictor, call: LayerInput) -> Plan:
-    if call.legal.query_offset and not call.cross:
+def _predicted(attached: Attached, call: LayerInput) -> Plan | None:
+    predictor = attached.predictors[call.layer]
+    if predictor is None:
+        return None
+    if call.legal.query_offset and not call.legal.cross:
         raise ConfigError("a pass over a key-value cache: expected `with attached.generation()` around it, got none")
-    if call.cross and bool(first_real(call.legal).any()):
+    if call.legal.cross and bool(first_real(call.legal).any()):
         raise IncompatibleModelError("cross-attention: expected texts padded on the right, got some on the left")
     # A row of cross-attention stands alone: a tile's list would tell a token of the decoder about later ones.
-    size = 1 if call.cross else attached.tile_size
+    size = 1 if call.legal.cross else attached.tile_size
     return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, size, call.layer)
 
 

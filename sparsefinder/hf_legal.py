@@ -36,14 +36,20 @@ def legal_of_call(
     real = torch.ones(q.shape[0], keys, dtype=torch.bool, device=q.device) if mask is None else mask.bool()
     real = real[:, real.shape[1] - keys :]  # the cache of a sliding-window layer forgets the first keys
     if across is not None:
-        return Legal(torch.ones(q.shape[0], queries, dtype=torch.bool, device=q.device), real, query_offset=across)
+        asking = torch.ones(q.shape[0], queries, dtype=torch.bool, device=q.device)
+        return Legal(asking, real, query_offset=across, cross=True)
     causal = said.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     if queries != keys and not (causal and queries < keys):
         raise IncompatibleModelError(f"{name}: expected as many keys as queries, got {keys} and {queries}")
-    window = said.get("sliding_window") or getattr(module, "sliding_window", None)
     offset = keys - queries
-    return Legal(real[:, offset:], real, causal, offset, int(window) - 1 if window else None)
+    return Legal(real[:, offset:], real, causal, offset, window_radius(module, said))
+
+
+def window_radius(module: nn.Module, said: Mapping[str, Any]) -> int | None:
+    """How far a token of this attention call may look, None where that has no limit; `said` as in `legal_of_call`."""
+    window = said.get("sliding_window") or getattr(module, "sliding_window", None)
+    return int(window) - 1 if window else None
 
 
 def real_keys(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sparsefinder.errors import IncompatibleModelError, first_line
-from sparsefinder.hf_legal import real_keys
+from sparsefinder.hf_legal import real_keys, window_radius
 
 PROBE = "sparsefinder-probe"
 LENGTHS = (16, 5)
@@ -25,10 +25,12 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Caller:
-    """An attention module that was called. cross: its keys came from another text than its queries."""
+    """An attention module that was called. cross: its keys came from another text than its queries. radius: of its
+    sliding window, None where it has none."""
 
     module: nn.Module
     cross: bool
+    radius: int | None
 
 
 class _Recorded(threading.local):
@@ -67,6 +69,8 @@ def verify(model: Any, layers: int, name: str, own: Callable[[list[Caller]], Non
     try:
         with torch.no_grad():
             probes = [_probe_input(model, side) for side in (("right", "left") if _is_causal(model) else ("right",))]
+            if before == name:  # attached before, perhaps with another transform than softmax
+                model.set_attn_implementation("eager")
             expected = [_hidden(model, probe) for probe in probes]
             calls = _record_calls(model, probes[0])
             if len(calls) != layers:
@@ -138,9 +142,9 @@ def _record_calls(model: Any, probe: Probe) -> list[Caller]:
     return calls
 
 
-def _recording(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def _recording(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **said: Any) -> tuple[Tensor, None]:
     """Attention that only notes who called."""
-    _RECORDED.callers.append(Caller(module, q.shape[2] != k.shape[2]))
+    _RECORDED.callers.append(Caller(module, q.shape[2] != k.shape[2], window_radius(module, said)))
     return torch.zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype, device=q.device), None
 
 

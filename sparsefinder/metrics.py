@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from sparsefinder.edges import check_gold_mass, gold_pairs, head_probabilities
+from sparsefinder.edges import check_gold_mass, checked_scores, gold_pairs, head_probabilities
 from sparsefinder.errors import DataError, ShapeError
 from sparsefinder.patterns.algebra import Pattern, context_of, materialize
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs, plan_matrix
-from sparsefinder.shapes import check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales, item_bias
+from sparsefinder.shapes import check_alpha, item_bias
 
 SetName = Literal["pattern", "plan"]
 MEASURES = ("sparsity", "recall", "precision", "exact_rows", "mass", "computed_density")
@@ -93,14 +93,9 @@ def counts(
         ShapeError, AlphaError, ConfigError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token.
     """
-    dims = check_qkv(q, k)
-    check_real(legal.query_real, legal.key_real, dims)
-    check_finite("q", q, legal.query_real)
-    check_finite("k", k, legal.key_real)
-    scales = head_scales(scale, dims, q.float())
+    dims, scales, added = checked_scores(q, k, legal, scale, bias)
     ctx, order = context_of(legal, layer), check_alpha(alpha)
     check_gold_mass(gold_mass)
-    added = None if bias is None else check_bias(bias, dims, q)
     table = []
     for b, h in itertools.product(range(dims.batch), range(dims.heads)):
         pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)
@@ -111,6 +106,12 @@ def counts(
     computed = computed_pairs(kept).cpu() if isinstance(kept, Plan) else chosen.clone()
     name: SetName = "plan" if isinstance(kept, Plan) else "pattern"
     return HeadCounts(name, pairs, chosen, gold, kept_gold, rows, exact, columns[6], computed)
+
+
+def no_counts(heads: int, set_name: SetName = "plan") -> HeadCounts:
+    """The counts of a layer for which nothing is predicted: no item, so that its measures are NaN and enter no mean."""
+    none = torch.zeros(0, heads, dtype=torch.int64)
+    return HeadCounts(set_name, none, none, none, none, none, none, none.double(), none)
 
 
 def _head(
@@ -182,7 +183,7 @@ def summarize(layers: Sequence[HeadCounts]) -> Report:
     per_layer = {name: values.nanmean(1) for name, values in heads.items()}
     overall = {name: float(values.nanmean()) for name, values in per_layer.items()}
     empty = torch.stack([(layer.gold == 0).sum() for layer in layers])
-    instances = int((layers[0].legal > 0).any(1).sum())
+    instances = max(int((layer.legal > 0).any(1).sum()) for layer in layers)
     return Report(layers[0].set_name, heads, per_layer, overall, empty, instances)
 
 

@@ -97,14 +97,14 @@ def build_plan(
     *,
     heads: int | None = None,
 ) -> Plan:
-    """The plan of any pattern: a tile reads every key that one of its rows reads, and every row reads itself.
+    """The plan of any pattern: a tile reads every key that one of its rows reads, and every row reads itself
+    (not in cross-attention, where no key is its own: a row may be empty there, and its output zero).
 
     Tiles of `tile_size` rows are counted from each item's first real token; rows of padding belong to none; rows of
     `GlobalTokens` are tiles of one row. In a causal layer a key may be read from the first row on that chose it, so
     that no row's set depends on later tokens.
 
-    Args:
-        heads: needed where neither the pattern nor `tile_size` says how many there are (a window alone).
+    heads: needed where neither the pattern nor `tile_size` says how many there are (a window alone).
 
     Raises:
         PatternError: the number of heads is unknown, or two parts of the pattern disagree on it.
@@ -247,7 +247,7 @@ def _runs(rows: np.ndarray, position: np.ndarray, is_global: np.ndarray, size: i
 
 def _mark(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
     real, offset, causal = _contiguous(legal.key_real), legal.query_offset, legal.causal
-    first, radius, others = first_real(legal).cpu().numpy(), -1, []
+    first, radius, others = first_real(legal).cpu().numpy(), -1 if legal.cross else 0, []
     for leaf in union_leaves(pattern):
         if isinstance(leaf, Window):
             radius = max(radius, leaf.radius)

@@ -20,15 +20,14 @@ def put(marks, j, first):  # type: ignore[no-untyped-def]
 def mark_positions(  # type: ignore[no-untyped-def]
     marks, batch, start, rows, alone, key_real, first, globals_, radius, offset, causal
 ):
-    """Window (radius −1: none), global keys, every row's own key, and all keys for tiles that are one global row."""
+    """Window (radius 0: every row's own key, −1: none), global keys, and all keys for tiles that are one global row."""
     keys = key_real.shape[1]
     for t in prange(start.shape[0]):
         b = batch[t]
         low = start[t] + offset  # where the tile's first row sits among the keys
         high = low + rows[t]
         end = min(keys, high) if causal else keys
-        reach = max(radius, 0)
-        for j in range(max(0, low - reach), min(end, high + reach)):
+        for j in range(max(0, low - radius), min(end, high + radius) if radius >= 0 else 0):
             if key_real[b, j]:
                 put(marks[t], j, max(0, j - low) if causal else 0)
         last = end if alone[t] else min(end, first[b] + globals_[b])

@@ -181,5 +181,5 @@ def test_an_interrupted_fit_goes_on_with_the_next_layer(run, tmp_path, monkeypat
 
 
 def test_layers_beside_each_other_come_in_order():
-    assert list(over_layers(lambda layer: layer * 10, 7, tokens=LONG)) == [0, 10, 20, 30, 40, 50, 60]
-    assert list(over_layers(lambda layer: layer, 3, tokens=8)) == [0, 1, 2]
+    assert list(over_layers(lambda layer: layer * 10, range(7), tokens=LONG)) == [0, 10, 20, 30, 40, 50, 60]
+    assert list(over_layers(lambda layer: layer, range(3), tokens=8)) == [0, 1, 2]

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases_content import DIM, HEADS, RANK, content_predictors, gate_maps, graph, maps, sequences, unit
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from watching import largest_tensor
 
 from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
 from sparsefinder.patterns.algebra import materialize
@@ -217,19 +216,12 @@ def test_buckets_are_held_as_words() -> None:
 @pytest.mark.parametrize("name", [n for n in SAMPLES if not n.startswith(("topk", "gate"))])
 def test_nothing_of_size_n_times_n_is_made(name: str) -> None:
     """`TopKeys` makes one head's scores; a gate of blocks of one token would be N × N by definition."""
-    n, largest = 1500, 0
+    n = 1500
     q, k = sequences(1, n)
 
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
-            return out
-
-    with Watch():
+    with largest_tensor() as largest:
         SAMPLES[name].pattern(q, k, legal_full(1, n, n, causal=name in INVERTED))
-    assert 0 < largest < n * n / 2
+    assert 0 < largest.size < n * n / 2
 
 
 @pytest.mark.unchecked

@@ -190,6 +190,17 @@ def test_modes_of_two_threads_and_two_models_do_not_mix(tmp_path: Path) -> None:
     assert not wrong
 
 
+@torch.no_grad()
+def test_a_model_may_be_attached_again_whatever_it_was_before(tmp_path: Path) -> None:
+    teacher = tiny.teacher(tmp_path)
+    tokens, mask = batch(teacher, tiny.token_ids([20, 9]))
+    expected = embed(teacher, tokens, mask)
+    attach(teacher.model, alpha=2.0, predictors=[WindowOnly()] * 2, positional=window(1))
+    assert (embed(teacher, tokens, mask) - expected).abs().max() > 1e-3
+    attach(teacher.model, alpha=1.0)
+    torch.testing.assert_close(embed(teacher, tokens, mask), expected, atol=1e-5, rtol=0)
+
+
 def test_a_copied_module_without_attachment_says_what_to_call(tmp_path: Path) -> None:
     import copy
 

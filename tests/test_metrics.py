@@ -8,7 +8,7 @@ import oracles_predict as oracle
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from watching import largest_tensor
 
 from sparsefinder.edges import gold_edges
 from sparsefinder.errors import AlphaError, DataError, NonFiniteError, ShapeError
@@ -155,19 +155,10 @@ def test_never_more_than_one_head_of_scores_at_a_time() -> None:
     n = 64
     q, k = torch.randn(2, 8, n, 4), torch.randn(2, 8, n, 4)
     plan = build_plan(Window(2), legal_full(2, n, n), 16, heads=8)
-    largest = 0
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
-            return out
-
-    with Watch():
+    with largest_tensor() as largest:
         counts(q, k, plan, legal_full(2, n, n))
         counts(q, k, Window(3), legal_full(2, n, n))
-    assert largest <= n * n
+    assert largest.size <= n * n
 
 
 @pytest.mark.unchecked

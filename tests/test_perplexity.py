@@ -24,7 +24,7 @@ def a_call(seed: int) -> LayerInput:
     g = torch.Generator().manual_seed(seed)
     q = 2 * torch.randn(1, HEADS, TOKENS, DIM, generator=g)
     k, v = (2 * torch.randn(1, KV_HEADS, TOKENS, DIM, generator=g) for _ in range(2))
-    return LayerInput(0, q, k, v, LEGAL, torch.full((HEADS,), 0.5), None, 1.0, False)
+    return LayerInput(0, q, k, v, LEGAL, torch.full((HEADS,), 0.5), None, 1.0)
 
 
 def test_the_nearest_pattern_is_the_first_that_is_dense_enough():

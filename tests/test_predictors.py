@@ -1,25 +1,33 @@
 """Predictors against double loops, and the laws they keep: growth, exact budgets, padding, the past."""
 
 import dataclasses
-import tracemalloc
 import warnings
 
-import numpy as np
 import oracles_predict as oracle
 import pytest
 import torch
+from cases_predictors import (
+    DIM,
+    HEADS,
+    RANK,
+    bilinear_scores,
+    every_predictor,
+    graph,
+    head_arrays,
+    lists,
+    maps,
+    sequences,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
-from sparsefinder.patterns.algebra import Pattern, materialize
+from sparsefinder.errors import PatternError, ShapeError
+from sparsefinder.patterns.algebra import materialize
 from sparsefinder.patterns.heads import Sequential
-from sparsefinder.patterns.legal import Legal, legal_from_mask, legal_full
+from sparsefinder.patterns.legal import legal_from_mask, legal_full
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
 from sparsefinder.patterns.random_keys import RandomKeys
-from sparsefinder.plan import Plan, computed_pairs, plan_matrix
+from sparsefinder.plan import computed_pairs, plan_matrix
 from sparsefinder.predictors import (
     PREDICTORS,
     Clusters,
@@ -36,80 +44,7 @@ from sparsefinder.predictors import (
     predictor_to,
     project,
     random_projections,
-    tile_means,
-    tile_scores,
-    true_score_projections,
 )
-from sparsefinder.predictors.tiles import _fill_by_item, normalized_scores
-
-HEADS, DIM, RANK = 4, 8, 3
-
-
-def maps(form: str = "metric", *, seed: int = 0, unit: bool = False) -> Projections:
-    g = torch.Generator().manual_seed(seed)
-    low, wide = (HEADS, RANK), (HEADS, RANK, DIM)
-    parts = [torch.randn(*shape, generator=g) / 2 for shape in (wide, wide, low, low)]
-    if form == "metric":
-        return Projections(*parts, form="metric", unit=unit)
-    linear = [torch.randn(HEADS, DIM, generator=g) / 4 for _ in range(2)]
-    return Projections(
-        *parts, form="bilinear", unit=unit, q_linear=linear[0], k_linear=linear[1], offset=torch.ones(HEADS)
-    )
-
-
-def sequences(batch: int, tokens: int, seed: int = 0, kv_heads: int = 2) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, HEADS, tokens, DIM, generator=g), torch.randn(batch, kv_heads, tokens, DIM, generator=g)
-
-
-def every_predictor(seed: int = 0) -> dict[str, Predictor]:
-    metric, bilinear = maps(seed=seed), maps("bilinear", seed=seed)
-    centroids = torch.randn(HEADS, 70, RANK, generator=torch.Generator().manual_seed(seed))
-    weight = torch.tensor([-0.5, 0.0, 0.25, -1.0])
-    return {
-        "distance": Distance(metric, torch.tensor([0.5, 1.0, 1.5, 2.0])),
-        "score": Score(bilinear, torch.tensor([0.0, 1.0, 2.0, 3.0])),
-        "clusters": Clusters(metric, centroids, torch.tensor([1, 2, 5, 9])),
-        "budget near": RowBudget(metric, 0.2),
-        "budget high": RowBudget(bilinear, 0.07),
-        "budget unit": RowBudget(maps(unit=True, seed=seed), 0.3),
-        "oracle": RowBudget(true_score_projections(HEADS, DIM, torch.ones(HEADS)), 0.1),
-        "tiles": Tiles(bilinear, threshold=-4.0, distance_weight=weight),
-        "tiles best": Tiles(metric, keys_per_tile=5),
-        "tiles unit": Tiles(maps("bilinear", unit=True, seed=seed), keys_per_tile=3, distance_weight=weight),
-        "window": WindowOnly(2),
-    }
-
-
-def graph(pattern: Pattern, legal: Legal, b: int, h: int) -> oracle.Graph:
-    return {(int(i), int(j)) for i, j in materialize(pattern, legal, b, h).nonzero()}
-
-
-def lists(plan: Plan, b: int, shift: int = 0) -> list[tuple[int, int, int, list[int], list[int]]]:
-    """The tiles of one item, positions counted from `shift`."""
-    out = []
-    for t in (plan.tile_batch == b).nonzero().flatten().tolist():
-        part = slice(int(plan.offsets[t]), int(plan.offsets[t + 1]))
-        place = int(plan.tile_head[t]), int(plan.tile_start[t]) - shift, int(plan.tile_rows[t])
-        out.append((*place, (plan.keys[part] - shift).tolist(), plan.first_row[part].tolist()))
-    return out
-
-
-def head_arrays(projections: Projections, q: Tensor, k: Tensor, h: int) -> tuple[np.ndarray, np.ndarray]:
-    """q' and k' of one head of item 0 by the naive loop, float64."""
-    group = q.shape[1] // k.shape[1]
-    parts = (projections.q_map, projections.q_bias, q[0, h]), (projections.k_map, projections.k_bias, k[0, h // group])
-    low_q, low_k = (
-        oracle.linear(w[h].double().numpy(), b[h].double().numpy(), x.double().numpy()) for w, b, x in parts
-    )
-    return low_q, low_k
-
-
-def bilinear_scores(projections: Projections, q: Tensor, k: Tensor, h: int) -> np.ndarray:
-    low_q, low_k = head_arrays(projections, q, k, h)
-    u, w = projections.q_linear[h].double().numpy(), projections.k_linear[h].double().numpy()
-    x, y = q[0, h].double().numpy(), k[0, h // (q.shape[1] // k.shape[1])].double().numpy()
-    return low_q @ low_k.T + (x @ u)[:, None] + (y @ w)[None, :] + float(projections.offset[h])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -276,95 +211,6 @@ def test_causal_plans_do_not_look_ahead(name: str, left: int) -> None:
             assert torch.equal(plan_matrix(plan, legal, 0, h)[past], plan_matrix(other, legal, 0, h)[past])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", ["metric", "bilinear"])
-@pytest.mark.parametrize("weight", [0.0, -0.7])
-def test_tile_scores_are_their_definition(causal: bool, form: str, weight: float) -> None:
-    n, size, before = 21, 6, 4
-    q, k = sequences(1, n)
-    projections = maps(form)
-    tiles = Tiles(projections, -3.0, None, torch.full((HEADS,), weight), before)
-    padded_q, padded_k = (torch.nn.functional.pad(x, (0, 0, 2, 3), value=torch.nan) for x in (q, k))
-    legal = legal_from_mask((torch.arange(n + 5)[None] >= 2) & (torch.arange(n + 5)[None] < n + 2), causal)
-    kernel = normalized_scores(tiles, padded_q, padded_k, legal, size)
-    by_item = torch.full_like(kernel, -torch.inf)
-    _fill_by_item(tiles, padded_q, padded_k, legal, (size,) * HEADS, by_item)
-    trained = tile_scores(
-        projections, torch.full((HEADS,), weight), tile_means(q, size, causal, before), k, size, causal
-    )
-    for h in range(HEADS):
-        parts = [getattr(projections, name)[h].double().numpy() for name in ("q_map", "k_map", "q_bias", "k_bias")]
-        linear = torch.zeros(DIM) if form == "metric" else projections.k_linear[h]
-        arrays = q[0, h].double().numpy(), k[0, h // 2].double().numpy()
-        options = {"size": size, "causal": causal, "before": before, "weight": weight, "metric": form == "metric"}
-        shares = oracle.tile_log_shares(*arrays, tuple(parts), k_linear=linear.double().numpy(), **options)
-        expected = torch.full((4, n), -torch.inf)
-        for (t, j), value in shares.items():
-            expected[t, j] = value
-        for scores in (kernel[0, h, :, 2 : n + 2], by_item[0, h, :, 2 : n + 2], trained[0, h]):
-            torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
-    outside = kernel.clone()
-    outside[..., 2 : n + 2] = -torch.inf
-    assert (outside == -torch.inf).all()
-    torch.testing.assert_close(kernel.exp().sum(-1), torch.ones(1, HEADS, 4), atol=1e-5, rtol=0)
-
-
-def test_tile_sizes_may_differ_per_head() -> None:
-    q, k = sequences(1, 40)
-    tiles, legal = Tiles(maps("bilinear"), keys_per_tile=4), legal_full(1, 40, 40)
-    mixed = tiles.plan(q, k, legal, Nothing(), torch.tensor([8, 16, 32, 8]))
-    for h, size in enumerate((8, 16, 32, 8)):
-        same = tiles.plan(q, k, legal, Nothing(), size)
-        assert [x for x in lists(mixed, 0) if x[0] == h] == [x for x in lists(same, 0) if x[0] == h]
-
-
-@pytest.mark.parametrize("rank", [1, 4, 5, 8])
-def test_scores_of_extreme_size_stay_finite(rank: int) -> None:
-    q, k = sequences(1, 33)
-    projections = random_projections(HEADS, rank, DIM, 0, "bilinear")
-    scores = normalized_scores(Tiles(projections, threshold=-5.0), 1e4 * q, 1e4 * k, legal_full(1, 33, 33))
-    assert torch.isfinite(scores).all()
-    torch.testing.assert_close(scores.exp().sum(-1), torch.ones(scores.shape[:3]), atol=1e-4, rtol=0)
-
-
-def test_tile_plans_make_nothing_of_size_n_times_m() -> None:
-    n = 2048
-    q, k = sequences(1, n, kv_heads=4)
-    tiles, legal = Tiles(maps("bilinear"), keys_per_tile=32), legal_full(1, n, n)
-    tiles.plan(q[:, :, :64], k[:, :, :64], legal_full(1, 64, 64), Window(2) | GlobalTokens(1))  # compile
-    largest = 0
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
-            return out
-
-    with Watch():
-        tiles.plan(q, k, legal, Window(2) | GlobalTokens(1))
-    tracemalloc.start()
-    tiles.plan(q, k, legal, Window(2) | GlobalTokens(1))
-    peak = tracemalloc.get_traced_memory()[1]  # numpy reports its arrays here
-    tracemalloc.stop()
-    assert largest < n * n / 4
-    assert peak < n * n
-
-
-def test_a_tile_reads_the_asked_number_of_keys_and_no_fewer_with_a_lower_threshold() -> None:
-    q, k = sequences(1, 48)
-    legal = legal_full(1, 48, 48)
-    for count in (1, 7, 48, 100):
-        plan = Tiles(maps("bilinear"), keys_per_tile=count).plan(q, k, legal, Nothing(), 16)
-        own = [set(keys) - set(range(start, start + rows)) for _, start, rows, keys, _ in lists(plan, 0)]
-        chosen = [set(keys) for *_, keys, _ in lists(plan, 0)]
-        assert all(len(keys) <= count for keys in own)
-        assert all(len(keys) >= min(count, 48) for keys in chosen)
-    loose, strict = (Tiles(maps("bilinear"), threshold=t).plan(q, k, legal, Nothing(), 16) for t in (-6.0, -3.0))
-    for (*_, many, _), (*_, few, _) in zip(lists(loose, 0), lists(strict, 0), strict=True):
-        assert set(few) <= set(many)
-
-
 def test_a_causal_query_alone_in_its_cluster_still_reads_itself() -> None:
     low = torch.tensor([[0.0], [0.0], [5.0], [0.0]]).expand(1, 1, 4, 1)  # token 2 is the first of its cluster
     identity = Projections(*[torch.ones(1, 1, 1)] * 2, *[torch.zeros(1, 1)] * 2)
@@ -488,12 +334,3 @@ def test_what_cannot_be_is_a_typed_error() -> None:
         RowBudget(maps(), 0.1).pattern(q, torch.zeros(1, 3, 6, DIM), legal)
     with pytest.raises(PatternError, match="query_offset"):
         Tiles(maps(), threshold=0.0).plan(q, k, legal_full(1, 6, 6, causal=True, query_offset=3), Nothing())
-
-
-def test_a_tile_predictor_refuses_nan_in_real_tokens() -> None:
-    q, k = sequences(1, 20)
-    for broken in ("q", "k"):
-        bad_q, bad_k = q.clone(), k.clone()
-        (bad_q if broken == "q" else bad_k)[0, 1, 3, 2] = torch.nan
-        with pytest.raises(NonFiniteError):
-            Tiles(maps("bilinear"), threshold=-3.0).plan(bad_q, bad_k, legal_full(1, 20, 20), Nothing(), 8)

@@ -1,5 +1,7 @@
 """Encoder–decoder models of random weights: decoder self-attention and cross-attention, position biases included."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,9 @@ from sparsefinder.errors import IncompatibleModelError, NonFiniteError, ShapeErr
 from sparsefinder.hf import Attached, LayerCall, LayerInput, attach
 from sparsefinder.metrics import counts
 from sparsefinder.patterns.legal import Legal
-from sparsefinder.patterns.positional import Nothing, window
+from sparsefinder.patterns.positional import GlobalTokens, Nothing, window
 from sparsefinder.plan import Plan, build_plan, plan_matrix
-from sparsefinder.predictors import Tiles, random_projections
+from sparsefinder.predictors import Tiles, layer_plan, random_projections
 
 HEADS, WIDTH, LAYERS = 2, 16, 2
 T5 = {
@@ -57,6 +59,13 @@ def seen(attached: Attached, mode: Any, given_: dict[str, Tensor], **how: Any) -
     return hidden, calls
 
 
+def ragged() -> dict[str, Tensor]:
+    """Padding on the right of both texts."""
+    target = torch.ones(2, 11, dtype=torch.long)
+    target[0, 7:] = 0
+    return {**inputs(), "decoder_attention_mask": target}
+
+
 def every_pair(call: LayerInput) -> Plan:
     return build_plan(~Nothing(), call.legal, 8, heads=HEADS)
 
@@ -72,10 +81,68 @@ def test_every_attention_of_both_halves_is_seen(name: str) -> None:
     torch.testing.assert_close(dense, expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(planned, expected, atol=2e-5, rtol=1e-5)
     assert [call.layer for call in calls] == list(range(3 * LAYERS))
-    assert [call.layer for call in calls if call.cross] == CROSS
+    assert [call.layer for call in calls if call.legal.cross] == CROSS
     assert [call.layer for call in calls if call.legal.causal] == [2, 4]
-    assert all(call.q.shape[2] == 11 and call.k.shape[2] == 19 for call in calls if call.cross)
-    assert [call.bias is not None for call in calls] == [name == "T5" and not call.cross for call in calls]
+    assert all(call.q.shape[2] == 11 and call.k.shape[2] == 19 for call in calls if call.legal.cross)
+    assert [call.bias is not None for call in calls] == [name == "T5" and not call.legal.cross for call in calls]
+
+
+@pytest.mark.parametrize("name", ["T5", "Marian"])
+def test_gold_graphs_patterns_plans_and_metrics_take_every_part(name: str) -> None:
+    """Against loops over the model's own calls: entmax of scores with T5's bias over legal pairs."""
+    model, given_ = make(name), ragged()
+    _, calls = seen(attach(model, alpha=1.5), "dense", given_)
+    for call in calls:
+        pattern = window(3) | GlobalTokens(1)
+        plan = build_plan(pattern, call.legal, 2, heads=HEADS)
+        gold = gold_edges(call.q, call.k, call.legal, 1.5, call.scale, bias=call.bias)
+        sets = [counts(call.q, call.k, s, call.legal, 1.5, call.scale, bias=call.bias) for s in (pattern, plan)]
+        for b, h in itertools.product(range(2), range(HEADS)):
+            legal = legal_pairs(call, given_, b)
+            assert torch.equal(call.legal.matrix(b), legal)
+            bias = torch.zeros(legal.shape) if call.bias is None else call.bias[min(b, call.bias.shape[0] - 1), h]
+            p = _weights(call.q[b, h], call.k[b, h], bias, legal.numpy(), 1.5, float(call.scale[h]))
+            edges = edges_matrix(gold, b, h).numpy()
+            assert (p[edges != (p > 0)] < 1e-9).all()  # scores at the threshold itself
+            near = [[abs(i - j) <= 1 or 0 in (i, j) for j in range(legal.shape[1])] for i in range(legal.shape[0])]
+            kept = [torch.tensor(near) & legal, plan_matrix(plan, call.legal, b, h)]
+            assert not (kept[0] & ~kept[1]).any()
+            for table, matrix in zip(sets, kept, strict=True):
+                assert table.legal[b, h] == legal.sum()
+                assert table.kept[b, h] == matrix.sum()
+                assert table.kept_gold[b, h] == (matrix.numpy() & edges).sum()
+                assert float(table.mass_sum[b, h]) == pytest.approx(p[matrix.numpy()].sum(), abs=1e-4)
+
+
+def legal_pairs(call: LayerCall, given_: dict[str, Tensor], b: int) -> Tensor:
+    source, target = (given_[f"{part}attention_mask"][b].bool() for part in ("", "decoder_"))
+    if call.layer < LAYERS:
+        return source[:, None] & source[None, :]
+    if call.layer in CROSS:  # which rows are real is not told there
+        return torch.ones(11, 1, dtype=torch.bool) & source[None, :]
+    return target[:, None] & target[None, :] & torch.ones(11, 11, dtype=torch.bool).tril()
+
+
+def test_in_cross_attention_no_query_has_a_key_of_its_own() -> None:
+    _, calls = seen(attach(make("Marian")), "dense", inputs())
+    call = calls[CROSS[0]]
+    tiles = Tiles(random_projections(HEADS, 3, 8, seed=0, form="bilinear"), keys_per_tile=2)
+    for size in (1, 4):
+        plan = layer_plan(tiles, call.q, call.k, call.legal, Nothing(), size)
+        assert plan.offsets.diff().tolist() == [2] * plan.tile_start.shape[0]
+    nothing = build_plan(Nothing(), call.legal, 4, heads=HEADS)
+    assert nothing.keys.shape == (0,)
+    for name in ("reference", "gather", "cpu"):
+        output = attend(call.q, call.k, call.v, nothing, legal=call.legal, backend=name)
+        assert torch.equal(output, torch.zeros_like(call.q))
+    own = build_plan(Nothing(), replace(call.legal, cross=False), 1, heads=HEADS)
+    assert own.keys.tolist() == list(range(11)) * 2 * HEADS
+    band = build_plan(window(3), call.legal, 1, heads=HEADS)
+    assert torch.equal(plan_matrix(band, call.legal, 1, 0), build_band(11, 19) & call.legal.matrix(1))
+
+
+def build_band(n: int, m: int) -> Tensor:
+    return torch.tensor([[abs(i - j) <= 1 for j in range(m)] for i in range(n)])
 
 
 @pytest.mark.parametrize("name", ["T5", "Marian"])
@@ -87,7 +154,7 @@ def test_texts_of_equal_length_still_have_cross_attention(name: str) -> None:
         expected = model(**given_).last_hidden_state
     dense, calls = seen(attach(model, alpha=1.0), "dense", given_)
     torch.testing.assert_close(dense, expected, atol=2e-5, rtol=1e-5)
-    assert all(call.legal.query_real.all() for call in calls if call.cross)
+    assert all(call.legal.query_real.all() for call in calls if call.legal.cross)
 
 
 @pytest.mark.parametrize("name", ["T5", "Marian"])
@@ -161,12 +228,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: np.ndarra
     return out
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor, allowed: np.ndarray, alpha: float) -> np.ndarray:
+def _weights(q: Tensor, k: Tensor, bias: Tensor, allowed: np.ndarray, alpha: float, scale: float = SCALE) -> np.ndarray:
     p = np.zeros(allowed.shape)
     for i in range(q.shape[0]):
         keys = [j for j in range(k.shape[0]) if allowed[i, j]]
         products = [sum(float(a) * float(b) for a, b in zip(q[i], k[j], strict=True)) for j in keys]
-        scores = [SCALE * product + float(bias[i, j]) for j, product in zip(keys, products, strict=True)]
+        scores = [scale * product + float(bias[i, j]) for j, product in zip(keys, products, strict=True)]
         for j, share in zip(keys, oracles.entmax(scores, alpha), strict=True):
             p[i, j] = share
     return p

@@ -1,4 +1,4 @@
-"""The sweep: its kernels by loops, its points against the metrics of real predictors, its files, its command."""
+"""The sweep: its points against the metrics of real predictors, its files, its command."""
 
 import dataclasses
 import functools
@@ -17,20 +17,17 @@ from sparsefinder.artifact import load, save
 from sparsefinder.hf import attach
 from sparsefinder.metrics import counts, summarize
 from sparsefinder.patterns.algebra import context_of
-from sparsefinder.patterns.content import pair_scores
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.plan import build_plan
 from sparsefinder.predictors import Tiles, random_projections
 from sparsefinder.teacher import load_teacher
-from training import sweep_kernels as kernels
 from training import sweep_measure
 from training.cli import app
 from training.config import SweepConfig
 from training.extract import extract_batch, join_layer
 from training.sweep_families import FAMILIES, all_families
 from training.sweep_files import read_sweep
-from training.sweep_fronts import at_sparsity, front, thinned
-from training.sweep_measure import MEASURES, OF_HALVES, TILE, geometry, measure_family
+from training.sweep_measure import MEASURES, OF_HALVES, TILE, measure_family
 from training.sweep_quality import choose_points, locate, union_of
 from training.sweep_setup import Setup
 from training.sweep_sheets import layer_work
@@ -157,138 +154,6 @@ def test_what_is_kept_grows_with_windows_and_global_tokens(measured):
 def _own(point):
     other = (*MEASURES, "layers", "chosen", "measured", "window", "global")
     return tuple((name, value) for name, value in point.items() if name not in other)
-
-
-def test_counting_by_loops():
-    rng = np.random.default_rng(0)
-    heads, n, settings, windows, globals_, tile = 2, 13, 4, (0, 1, 5), (0, 1, 3), 4
-    levels = rng.integers(0, settings + 1, (heads, n, n)).astype(np.uint8)
-    gold, p = rng.random((heads, n, n)) < 0.2, rng.random((heads, n, n)).astype(np.float32)
-    offsets = np.concatenate([[0], np.cumsum(gold.reshape(heads, -1).sum(1))])
-    flat = np.concatenate([np.flatnonzero(g) for g in gold]).astype(np.int32)
-    mass = np.concatenate([p[h][gold[h]] for h in range(heads)])
-    place = geometry(n, windows, globals_, 0)
-    out = [np.zeros((heads, settings, len(windows), len(globals_))) for _ in range(5)]
-    kernels.count_pairs(levels, place.cell, False, out[0])
-    kernels.count_gold(levels, place.near, place.globe, offsets, flat, mass, *out[1:4])
-    kernels.count_planned(levels, place.near, np.asarray(globals_, np.int64), 0, tile, out[4])
-    far = np.abs(np.arange(n)[:, None] - np.arange(n))
-    first = np.minimum(np.arange(n)[:, None], np.arange(n))
-    for h, s, w, g in np.ndindex(out[0].shape):
-        keep = (levels[h] <= s) | ((windows[w] > 0) & (far <= windows[w] // 2)) | (first < globals_[g])
-        expected = [
-            keep.sum(), (keep & gold[h]).sum(), p[h][keep & gold[h]].sum(), (~(gold[h] & ~keep)).all(1).sum(),
-            planned(keep, globals_[g], tile),
-        ]  # fmt: skip
-        assert [float(x[h, s, w, g]) for x in out] == pytest.approx(expected, rel=1e-5)
-
-
-def planned(keep, single, tile):
-    keep, total, row = keep | np.eye(len(keep), dtype=bool), 0, 0
-    while row < len(keep):
-        end = row + 1 if row < single else min((row // tile + 1) * tile, len(keep))
-        total += keep[row:end].any(0).sum() * (end - row)
-        row = end
-    return total
-
-
-def test_levels_by_loops():
-    rng = np.random.default_rng(1)
-    scores = rng.random((2, 7, 7)).astype(np.float32)
-    edges = np.sort(rng.random((2, 7, 3)).astype(np.float32), -1)[..., ::-1].copy()
-    out = np.empty((2, 7, 7), np.uint8)
-    kernels.level_scores(scores, edges[:, 0].copy(), out)
-    assert (out == (scores[..., None] < edges[:, :1, None, :]).sum(-1)).all()
-    kernels.level_rows(scores, edges, out)
-    assert (out == (scores[..., None] < edges[:, :, None, :]).sum(-1)).all()
-    ranks = [np.argsort(rng.random((2, 5, 7)), 1).astype(np.uint8) for _ in range(2)]
-    kernels.level_meetings(*ranks, out)
-    assert (out == np.maximum(ranks[0][..., None], ranks[1][:, :, None]).min(1)).all()
-    nearness = rng.integers(0, 4, (2, 7, 5)).astype(np.float32)  # with ties
-    order = np.argsort(np.argsort(nearness, -1, kind="stable"), -1, kind="stable")
-    found = np.empty((2, 5, 7), np.uint8)
-    kernels.rank_groups(nearness, found)
-    assert (found == order.transpose(0, 2, 1)).all()
-    points = [rng.random((2, 7, 3)).astype(np.float32) for _ in range(2)]
-    distances = np.empty((2, 7, 7), np.float32)
-    kernels.squared_distances(points[0], np.ascontiguousarray(points[1].transpose(0, 2, 1)), distances)
-    tensors = [torch.from_numpy(x) for x in points]
-    expected = pair_scores(tensors[0][:, :, None], tensors[1][:, None], "euclidean")
-    assert torch.equal(-torch.from_numpy(distances), expected)  # bit for bit
-    words = [rng.integers(-4, 4, (2, 7, 2)) for _ in range(2)]
-    kernels.level_bits(*words, out)
-    assert (out == 1 - ((words[0][:, :, None] & words[1][:, None]) != 0).any(-1)).all()
-
-
-def random_points(count, seed):
-    rng = random.Random(seed)
-    points = []
-    for _ in range(count):
-        halves = {half: {"sparsity": rng.random(), "recall": rng.random(), "mass": rng.random()} for half in "ab"}
-        point = {
-            "window": rng.choice([0, 5]),
-            "global": 0,
-            "layers": {},
-            "chosen": halves["a"],
-            "measured": halves["b"],
-        }
-        points.append(point | {name: rng.random() for name in ("sparsity", "recall", "mass")})
-    return points
-
-
-def test_a_front_holds_what_nothing_beats():
-    points = random_points(60, 0)
-    line = front(points)
-    for p in points:
-        beaten = any(o is not p and o["sparsity"] >= p["sparsity"] and o["recall"] >= p["recall"] for o in points)
-        assert (p in line) != beaten
-    assert [p["sparsity"] for p in line] == sorted((p["sparsity"] for p in line), reverse=True)
-
-
-def test_recall_at_a_sparsity_is_that_of_the_best_mixture_of_two_settings():
-    for seed in range(5):
-        points = random_points(30, seed)
-        for point in points:
-            point["measured"] = point["chosen"]
-        places = [(1.0, 0.0), *((p["chosen"]["sparsity"], p["chosen"]["recall"]) for p in points)]
-        for wanted in (0.3, 0.6, 0.9, 0.97):
-            enough = max(y for x, y in places if x >= wanted)
-            mixed = max(
-                right[1] + (left[1] - right[1]) * (wanted - right[0]) / (left[0] - right[0])
-                for left in places
-                for right in places
-                if left[0] > right[0] and left[0] >= wanted >= right[0]
-            )
-            assert at_sparsity(points, wanted)[0] == pytest.approx(max(enough, mixed), abs=1e-12)
-
-
-def test_recall_at_a_sparsity_is_chosen_on_one_half_and_read_off_the_other():
-    def point(chosen, measured):
-        halves = {
-            "chosen": {"sparsity": chosen[0], "recall": chosen[1]},
-            "measured": {"sparsity": measured[0], "recall": measured[1]},
-        }
-        return {"window": 0, "global": 0, "layers": {}, "sparsity": 0.5, "recall": 0.5, **halves}
-
-    points = [point((0.9, 0.5), (0.8, 0.4)), point((0.5, 0.9), (0.4, 0.8)), point((0.4, 0.8), (0.6, 1.0))]
-    assert at_sparsity(points, 0.6)[0] == pytest.approx(0.6)  # halfway between (.8, .4) and (.4, .8)
-    assert at_sparsity(points, 0.9)[0] == pytest.approx(0.4)
-    assert at_sparsity(points, 0.95)[0] == pytest.approx(0.4 * 0.05 / 0.2)
-    assert at_sparsity(points, 0.1)[0] == pytest.approx(0.8)
-    assert at_sparsity(points, 0.7)[1] is points[0]
-    assert math.isnan(at_sparsity([], 0.5)[0])
-
-
-def test_thinning_keeps_what_tables_and_fronts_need():
-    points = random_points(2000, 3)
-    few = thinned(points)
-    assert len(few) < 1400  # those by themselves stay
-    kept = [p for p in few if "chosen" in p]
-    assert 0 < sum("layers" in p for p in few) <= len(kept) < 200
-    assert front(kept)[0]["sparsity"] == front(points)[0]["sparsity"]
-    assert front(kept)[-1]["recall"] == front(points)[-1]["recall"]
-    for sparsity in (0.3, 0.6, 0.9):
-        assert at_sparsity(kept, sparsity)[0] == pytest.approx(at_sparsity(points, sparsity)[0], abs=1e-12)
 
 
 def test_quality_is_measured_where_rows_are_best(measured):

@@ -21,8 +21,10 @@ from sparsefinder.predictors import Predictor, RowBudget, Score, Tiles
 from sparsefinder.predictors.tiles import EVERY_KEY, NO_KEY
 from training.allot import HeadCurve, allot
 from training.config import Target
+from training.cut import bisect
 from training.extract import read_layer, read_manifest, read_values
 from training.fit import calibration_items, measuring_items
+from training.layers import asked_predictors, in_place, predicted_layers
 from training.points import Cuttable, Points, cuttable, layer_points
 from training.threads import over_layers, single_thread
 
@@ -38,12 +40,15 @@ OnLayer = Callable[[str, int, int], None]
 class Calibration:
     """Predictors with one threshold per head, and what they keep on instances that they were not chosen on.
 
+    Layers that keep their sliding window have no predictor (None), and enter no figure.
+
     table: for every way of `WAYS` its density, recall, mass and output error. reached: those of the allotted budgets on
-    the half that they were chosen on. curve: the same at several densities. density: of every layer and head, there.
+    the half that they were chosen on. curve: the same at several densities. density: of every predicted layer and
+    head, there.
     every, none: heads that read every key, and that read none beside the positional pattern.
     """
 
-    layers: tuple[Predictor, ...]
+    layers: tuple[Predictor | None, ...]
     target: Target
     loss: str
     table: dict[str, dict[str, float | None]]
@@ -69,7 +74,7 @@ class Calibration:
 
 def calibrate(
     heldout: Path,
-    predictors: Sequence[Predictor],
+    predictors: Sequence[Predictor | None],
     positional: Pattern,
     tile_size: int,
     target: Target,
@@ -78,15 +83,13 @@ def calibrate(
     """Thresholds of every head that meet the target with the least density, or lose least at that density.
 
     Raises:
-        DataError: shards that are missing or of another number of layers, or without values where the output counts.
+        DataError: shards that are missing or of other layers, or without values where the output counts.
         ConfigError: predictors that no threshold cuts.
     """
     manifest = read_manifest(heldout)
-    if manifest["layers"] != len(predictors):
-        raise DataError(f"calibrate: expected shards of {len(predictors)} layers, got {manifest['layers']}")
     if target.measure == "output" and not manifest.get("values"):
         raise DataError(f"{heldout}: expected shards with values for an output error (delete them and extract again)")
-    served = [cuttable(predictor) for predictor in predictors]
+    served = [cuttable(predictor) for predictor in asked_predictors(predictors, manifest)]
 
     def pass_over(what: str, items: list[int], thresholds: list[Float64[np.ndarray, "H P"]] | None) -> list[Points]:
         step = functools.partial(on_layer, what)
@@ -100,7 +103,9 @@ def calibrate(
     falling = [-np.sort(-np.stack(layer, 1), axis=1) for layer in zip(*ways, strict=True)]
     measured = pass_over("measure", measuring_items(manifest["instances"], MEASURED), falling)
     table = {name: _figures(measured, way) for name, way in zip(WAYS, ways, strict=True)}
-    layers = tuple(with_thresholds(predictor, cut) for predictor, cut in zip(served, chosen, strict=True))
+    layers = in_place(
+        [with_thresholds(predictor, cut) for predictor, cut in zip(served, chosen, strict=True)], manifest
+    )
     last = [p.threshold.shape[1] - 1 for p in points]
     every = sum(int((cut == end).sum()) for cut, end in zip(cuts, last, strict=True))
     none = sum(int((cut == 0).sum()) for cut in cuts)
@@ -117,21 +122,24 @@ def held_points(
     thresholds: Sequence[Float64[np.ndarray, "H P"]] | None = None,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Points]:
-    """The points of every layer over some held-out instances, in one pass; on a grid where no thresholds are given.
+    """The points of every predicted layer over some held-out instances, in one pass; on a grid without thresholds.
+
+    predictors, thresholds: of the predicted layers.
 
     Raises:
         DataError: shards that are missing.
     """
     manifest = read_manifest(heldout)
+    layers = predicted_layers(manifest)
 
-    def work(layer: int) -> Points:
-        data, values = read_layer(heldout, layer, manifest), read_values(heldout, layer, manifest)
-        cut = None if thresholds is None else thresholds[layer]
-        return layer_points(predictors[layer], data, items, positional, tile_size, values=values, thresholds=cut)
+    def work(at: int) -> Points:
+        data, values = read_layer(heldout, layers[at], manifest), read_values(heldout, layers[at], manifest)
+        cut = None if thresholds is None else thresholds[at]
+        return layer_points(predictors[at], data, items, positional, tile_size, values=values, thresholds=cut)
 
     found = []
     with single_thread():
-        for part in over_layers(work, len(predictors), manifest["tokens"]):
+        for part in over_layers(work, range(len(predictors)), manifest["tokens"]):
             found.append(part)
             on_layer(len(found), len(predictors))
     return found
@@ -168,14 +176,14 @@ def one_budget(points: Sequence[Points], density: float) -> list[Float64[np.ndar
 
 def one_threshold(points: Sequence[Points], density: float) -> list[Float64[np.ndarray, " H"]]:
     """The one threshold at which all heads together keep this density, by bisection."""
-    low, high = min(float(p.threshold.min()) for p in points), max(float(p.threshold.max()) for p in points)
-    for _ in range(60):
-        middle = (low + high) / 2
-        kept = [
-            np.interp(-middle, -t, d) for p in points for t, d in zip(p.threshold, p.density, strict=True)
-        ]  # fmt: skip
-        low, high = (middle, high) if np.mean(kept) > density else (low, middle)
-    return [np.full(p.threshold.shape[0], (low + high) / 2) for p in points]
+
+    def few(threshold: float) -> bool:
+        lines = ((t, d) for p in points for t, d in zip(p.threshold, p.density, strict=True))
+        return bool(np.mean([np.interp(-threshold, -t, d) for t, d in lines]) <= density)
+
+    ends = min(float(p.threshold.min()) for p in points), max(float(p.threshold.max()) for p in points)
+    found = sum(bisect(*ends, few, 60)) / 2
+    return [np.full(p.threshold.shape[0], found) for p in points]
 
 
 def with_thresholds(predictor: Cuttable, thresholds: Float64[np.ndarray, " H"]) -> Predictor:

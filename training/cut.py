@@ -5,7 +5,7 @@ All pairs are sorted once by score; every cut is then a point of the curve. Inst
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,14 +95,22 @@ def threshold_at(curve: Curve, *, recall: float | None = None, sparsity: float |
 def shared_threshold(curves: Sequence[Curve], target: Mapping[str, float | None]) -> float:
     """One threshold for all heads and layers on the normalised score (design, section 5.3), by bisection on the mean
     of the heads' curves."""
-    low, high = -50.0, 1.0  # scores are logarithms of shares
-    for _ in range(40):
+    wanted = target["recall"]
+
+    def too_sparse(threshold: float) -> bool:
+        sparsity, recall = _mean_at(curves, threshold)
+        return recall < wanted if wanted is not None else sparsity >= (target["sparsity"] or 0.0)
+
+    low, high = bisect(-50.0, 1.0, too_sparse, 40)  # scores are logarithms of shares
+    return low if wanted is not None else high
+
+
+def bisect(low: float, high: float, too_high: Callable[[float], bool], steps: int) -> tuple[float, float]:
+    """The ends of an interval that has been halved `steps` times towards where `too_high` turns true."""
+    for _ in range(steps):
         middle = (low + high) / 2
-        sparsity, recall = _mean_at(curves, middle)
-        wanted = target["recall"]
-        too_sparse = recall < wanted if wanted is not None else sparsity >= (target["sparsity"] or 0.0)
-        low, high = (low, middle) if too_sparse else (middle, high)
-    return low if target["recall"] is not None else high
+        low, high = (low, middle) if too_high(middle) else (middle, high)
+    return low, high
 
 
 def _mean_at(curves: Sequence[Curve], threshold: float) -> tuple[float, float]:

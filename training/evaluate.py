@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sparsefinder.errors import DataError
-from sparsefinder.metrics import HeadCounts, Report, SetName, counts, join, summarize
+from sparsefinder.metrics import HeadCounts, Report, SetName, counts, join, no_counts, summarize
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.predictors import Predictor, Tiles, layer_pattern, layer_plan
 from training.extract import LayerData, read_layer, read_manifest
 from training.fit import measuring_items
+from training.layers import asked_predictors, in_place
 from training.threads import over_layers, single_thread
 
 BATCH = 4
@@ -19,7 +19,7 @@ OnLayer = Callable[[int, int], None]
 
 def evaluate(
     heldout: Path,
-    predictors: Sequence[Predictor],
+    predictors: Sequence[Predictor | None],
     positional: Pattern,
     tile_size: int,
     set_name: SetName = "plan",
@@ -28,22 +28,26 @@ def evaluate(
 ) -> Report:
     """Figures of the named set (predicted ∪ positional) on the held-out instances that no cut was chosen on.
 
+    Layers that keep their sliding window have no figures (NaN) and count in no mean.
+
     Raises:
-        DataError: the split is missing, or has another number of layers than the predictors.
+        DataError: the split is missing, or has other layers than the predictors.
         PatternError: the set `pattern` of a tile predictor, which has none.
     """
     manifest = read_manifest(heldout)
-    if manifest["layers"] != len(predictors):
-        raise DataError(f"evaluate: expected shards of {len(predictors)} layers, got {manifest['layers']}")
     items = measuring_items(manifest["instances"], instances)
+    asked = in_place(asked_predictors(predictors, manifest), manifest)
 
     def work(layer: int) -> HeadCounts:
+        predictor = asked[layer]
+        if predictor is None:
+            return no_counts(manifest["heads"], set_name)
         data = read_layer(heldout, layer, manifest)
-        return layer_counts(data, predictors[layer], positional, tile_size, set_name, items, layer)
+        return layer_counts(data, predictor, positional, tile_size, set_name, items, layer)
 
     layers = []
     with single_thread():
-        for counted in over_layers(work, len(predictors), manifest["tokens"]):
+        for counted in over_layers(work, range(len(predictors)), manifest["tokens"]):
             layers.append(counted)
             on_layer(len(layers), len(predictors))
     return summarize(layers)
@@ -73,6 +77,6 @@ def layer_counts(
     return join(parts)
 
 
-def has_pattern(predictors: Sequence[Predictor]) -> bool:
+def has_pattern(predictors: Sequence[Predictor | None]) -> bool:
     """Whether there is a set `pattern` beside the plan: tile predictors have none."""
     return not any(isinstance(predictor, Tiles) for predictor in predictors)

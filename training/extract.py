@@ -5,7 +5,8 @@ A folder of one split holds `manifest.json` and `shard-00000.safetensors` …; e
 `sparsefinder.edges` (`gold_offsets.<layer>`, `gold_flat.<layer>`, int32). A shard appears whole or not at all.
 
 The gold edges of a softmax teacher are not stored: at thousands of tokens they would be larger than q and k, from which
-they are made again, exactly, when somebody asks. Held-out shards hold values as well (`training.values`).
+they are made again, exactly, when somebody asks. Held-out shards hold values as well (`training.values`). Of a layer
+that attends to a sliding window nothing is stored, since nothing is predicted there; the manifest names its `windows`.
 """
 
 import functools
@@ -23,10 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsefinder.edges import Edges, gold_edges
-from sparsefinder.errors import ConfigError, DataError
-from sparsefinder.hf import Attached, LayerCall, module_of
+from sparsefinder.errors import ConfigError, DataError, IncompatibleModelError
+from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.teacher import Teacher, batch
+from training.layers import predicted_layers
 from training.values import VALUE_TENSORS, LayerValues, join_values, output_weight, value_tensors
 
 MANIFEST = "manifest.json"
@@ -75,9 +77,19 @@ def make_manifest(
     """What decides the content of the shards; a folder with another manifest is never mixed with this one.
 
     gold_mass: of a softmax teacher; a teacher with α > 1 has none.
+
+    Raises:
+        IncompatibleModelError: no layer to predict, or an encoder–decoder.
     """
     config = teacher.model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise IncompatibleModelError(f"extract: expected an encoder or a decoder, got {type(teacher.model).__name__}")
     heads = int(config.num_attention_heads)
+    windows = [caller.radius for caller in attached.callers]
+    if None not in windows:
+        raise IncompatibleModelError(
+            "extract: expected a layer that attends to the whole text, got sliding windows only"
+        )
     return {
         "schema_version": SCHEMA_VERSION,
         "teacher": teacher.name,
@@ -94,6 +106,7 @@ def make_manifest(
         "tokens": max(map(len, chunks)),
         "shard_size": shard_size,
         **({"values": True} if split == "heldout" else {}),
+        **({"windows": windows} if any(radius is not None for radius in windows) else {}),
         **about,
     }
 
@@ -138,6 +151,10 @@ def extract_batch(
     found: dict[str, Tensor] = {"mask": mask.cpu()}
 
     def observe(call: LayerCall) -> None:
+        if call.legal.radius is not None:
+            return
+        if call.bias is not None:
+            raise IncompatibleModelError(f"layer {call.layer}: expected attention without position biases, got some")
         if call.legal.causal:
             found["causal"] = torch.ones(1, dtype=torch.bool)
         q, k = call.q.detach().float().cpu(), call.k.detach().float().cpu()
@@ -145,7 +162,7 @@ def extract_batch(
         found[f"scale.{call.layer}"] = call.scale.detach().float().cpu().contiguous()
         if values:
             width = call.output.shape[1] * call.output.shape[3]
-            found.update(value_tensors(call, output_weight(teacher.model, module_of(attached, call.layer), width)))
+            found.update(value_tensors(call, output_weight(teacher.model, attached.callers[call.layer].module, width)))
         if call.alpha == 1:
             return
         edges = gold_edges(q, k, call.legal, call.alpha, call.scale)
@@ -182,9 +199,11 @@ def read_layer(folder: Path, layer: int, manifest: dict[str, Any] | None = None)
     """One layer of all the shards of a split.
 
     Raises:
-        DataError: the split is incomplete, or a shard is damaged (delete it and extract again).
+        DataError: the split is incomplete, a shard is damaged (delete it and extract again), or the layer is not there.
     """
     manifest = manifest or read_manifest(folder)
+    if layer not in predicted_layers(manifest):
+        raise DataError(f"layer {layer}: expected one of {predicted_layers(manifest)}, which attend to the whole text")
     names = LAYER_TENSORS + (() if manifest["alpha"] == 1 else GOLD_TENSORS)
     parts = _read_parts(folder, manifest, ["mask", *(f"{name}.{layer}" for name in names)])
     return join_layer(parts, layer, float(manifest["alpha"]), manifest.get("gold_mass"))

@@ -22,6 +22,7 @@ from training.cut import CURVE_POINTS, Curve, curve, recalls_at, shared_threshol
 from training.extract import LayerData, read_layer, read_manifest
 from training.fit_files import KeptMaps
 from training.kmeans import POINTS_PER_CLUSTER, kmeans
+from training.layers import in_place, predicted_layers
 from training.maps import head_samples
 from training.points import layer_points, point_curves
 from training.scores import cluster_parts, legal_of, pair_parts, tile_parts
@@ -35,9 +36,12 @@ OnProgress = Callable[[str, int, int], None]  # (what is being trained, steps th
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """The served predictors of every layer, all the named maps, and what was seen on the way."""
+    """The served predictors, all the named maps, and what was seen on the way.
 
-    layers: tuple[Predictor, ...]
+    layers: one per layer, None for those that keep their sliding window. The rest has an entry per predicted layer.
+    """
+
+    layers: tuple[Predictor | None, ...]
     projections: Mapping[str, tuple[Projections, ...]]
     centroids: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     thresholds: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -97,7 +101,8 @@ def _fit(train: Path, heldout: Path, config: FitConfig, on_progress: OnProgress,
     wanted = list(dict.fromkeys([(config.objective, config.rank), *config.also]))
     trained: dict[str, list[Trained]] = {name_of(*pair): [] for pair in wanted}
     cuts: dict[str, list[_Cut]] = {name: [] for name in trained}
-    total = manifest["layers"] * len(wanted) * config.steps
+    layers = predicted_layers(manifest)
+    total = len(layers) * len(wanted) * config.steps
     done = itertools.count(1)
     files = None if keep is None else KeptMaps(keep, train, heldout)
 
@@ -118,11 +123,12 @@ def _fit(train: Path, heldout: Path, config: FitConfig, on_progress: OnProgress,
             _require_reachable(found[-1][2], own)
         return found
 
-    for found in over_layers(work, manifest["layers"], manifest["tokens"]):
+    for found in over_layers(work, layers, manifest["tokens"]):
         for name, maps, cut in found:
             trained[name].append(maps)
             cuts[name].append(cut)
-    return _assemble(config, wanted, trained, cuts)
+    fitted = _assemble(config, wanted, trained, cuts)
+    return replace(fitted, layers=in_place(fitted.layers, manifest))
 
 
 def fit_clusters(
@@ -162,7 +168,7 @@ def _own_config(config: FitConfig, objective: Objective, rank: int) -> FitConfig
 
 
 def _same_teacher(train: dict[str, Any], heldout: dict[str, Any]) -> dict[str, Any]:
-    for name in ("teacher_fingerprint", "delta", "alpha", "head_scale", "layers", "heads", "head_dim"):
+    for name in ("teacher_fingerprint", "delta", "alpha", "head_scale", "layers", "windows", "heads", "head_dim"):
         if train.get(name) != heldout.get(name):
             raise DataError(f"fit: expected training and held-out shards of one teacher, their {name} differ")
     return train

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from sparsefinder.artifact import Artifact, load
+from sparsefinder.artifact import Artifact, load, predicted
 from sparsefinder.errors import ConfigError
-from sparsefinder.metrics import HeadCounts, Report, SetName, counts, join, summarize
+from sparsefinder.metrics import HeadCounts, Report, SetName, counts, join, no_counts, summarize
 from sparsefinder.patterns.algebra import Pattern, context_of
 from sparsefinder.patterns.heads import at_layer
 from sparsefinder.patterns.legal import legal_from_mask
@@ -25,7 +25,7 @@ SETS: tuple[SetName, ...] = ("pattern", "plan")
 
 
 def named_predictors(artifact: Artifact, layer: int, maps: str = "") -> dict[str, Predictor]:
-    """What a text may name in one layer: the served predictor by its kind, and what a set of maps gives.
+    """What a text may name in one predicted layer: the served predictor by its kind, and what a set of maps gives.
 
     maps: a name such as `hinge-r8`; its predictors take the place of a served one of the same kind. Metric maps give
         `distance`, `budget`, `topk`, `quantization` and, for each number of centroids, such as `clusters16`; bilinear
@@ -34,13 +34,13 @@ def named_predictors(artifact: Artifact, layer: int, maps: str = "") -> dict[str
     Raises:
         ConfigError: maps that the artifact does not have.
     """
-    served = artifact.layers[layer]
-    found: dict[str, Predictor] = {served.kind: served}
+    served, at = artifact.layers[layer], predicted(artifact).index(layer)
+    found: dict[str, Predictor] = {} if served is None else {served.kind: served}
     if not maps:
         return found
     if maps not in artifact.projections:
         raise ConfigError(f"maps: expected one of {', '.join(sorted(artifact.projections))}, got {maps!r}")
-    projections = artifact.projections[maps][layer]
+    projections = artifact.projections[maps][at]
     zero = torch.zeros(projections.heads)
     found |= {"budget": RowBudget(projections, 0.1), "topk": TopKeys(projections, 8)}
     if projections.form == "bilinear":
@@ -49,7 +49,7 @@ def named_predictors(artifact: Artifact, layer: int, maps: str = "") -> dict[str
     for name, centroids in artifact.centroids.items():
         if name.startswith(f"{maps}-b"):
             one = torch.ones(projections.heads, dtype=torch.long)
-            found["clusters" + name.removeprefix(f"{maps}-b")] = Clusters(projections, centroids[layer], one)
+            found["clusters" + name.removeprefix(f"{maps}-b")] = Clusters(projections, centroids[at], one)
     return found
 
 
@@ -67,14 +67,19 @@ def evaluate_pattern(
         ConfigError, ArtifactError, DataError: what is missing, or of another teacher.
     """
     artifact = load(path)
-    pattern = parse_pattern(text, tuple(named_predictors(artifact, 0, maps)))
+    asked = predicted(artifact)
+    pattern = parse_pattern(text, tuple(named_predictors(artifact, asked[0], maps)))
     manifest = check_shards(artifact, shards)
     items = measuring_items(manifest["instances"])
     parts: dict[SetName, list[HeadCounts]] = {name: [] for name in SETS}
     with single_thread():
         for layer in range(artifact.card.layers):
-            data = read_layer(shards / "heldout", layer, manifest)
-            for name, counted in _layer(artifact, pattern, maps, data, items, layer).items():
+            if layer in asked:
+                data = read_layer(shards / "heldout", layer, manifest)
+                found = _layer(artifact, pattern, maps, data, items, layer)
+            else:
+                found = {name: no_counts(artifact.card.heads, name) for name in SETS}
+            for name, counted in found.items():
                 parts[name].append(counted)
             on_layer(layer + 1, artifact.card.layers)
     return {name: summarize(layers) for name, layers in parts.items()}

@@ -130,7 +130,7 @@ def fit_artifact(
 
 
 def measure(
-    heldout: Path, layers: Sequence[Predictor], settings: FitConfig | Card, on_progress: OnProgress
+    heldout: Path, layers: Sequence[Predictor | None], settings: FitConfig | Card, on_progress: OnProgress
 ) -> dict[SetName, Report]:
     """Both named sets of predictors, the pattern where there is one."""
     names: list[SetName] = ["plan", "pattern"] if has_pattern(layers) else ["plan"]

@@ -94,10 +94,11 @@ def point_curves(points: Points) -> list[Curve]:
     return found
 
 
-def cuttable(predictor: Predictor) -> Cuttable:
+def cuttable(predictor: Predictor | None) -> Cuttable:
     """The predictor, if thresholds or budgets per head cut it. ConfigError where they do not."""
     if not isinstance(predictor, Tiles | Distance | Score | RowBudget):
-        raise ConfigError(f"calibrate: expected tiles, distance, score or budget predictors, got {predictor.kind}")
+        kind = "none" if predictor is None else predictor.kind
+        raise ConfigError(f"calibrate: expected tiles, distance, score or budget predictors, got {kind}")
     return predictor
 
 

@@ -1,7 +1,7 @@
 """Fitting and measuring work on many small tensors: one torch thread is fastest there."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
@@ -29,17 +29,17 @@ def single_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def over_layers(work: Callable[[int], T], layers: int, tokens: int) -> Iterator[T]:
-    """`work(0), work(1), …` in order; of long texts several layers at once, as many as there are cores, at most four.
+def over_layers(work: Callable[[int], T], layers: Sequence[int], tokens: int) -> Iterator[T]:
+    """`work(layer)` of each in order; of long texts several layers at once, as many as there are cores, at most four.
 
     What `work` returns must not depend on what runs beside it; each layer draws from a generator of its own.
     """
-    workers = 1 if tokens < LONG else min(os.cpu_count() or 1, MOST, layers)
-    if workers == 1:
-        yield from map(work, range(layers))
+    workers = 1 if tokens < LONG else min(os.cpu_count() or 1, MOST, len(layers))
+    if workers <= 1:
+        yield from map(work, layers)
         return
     pool = ThreadPoolExecutor(workers)
     try:
-        yield from pool.map(work, range(layers))
+        yield from pool.map(work, layers)
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C the layers that have begun are still finished

@@ -17,6 +17,7 @@ class Legal:
     causal: the key's index must not exceed `i + query_offset`.
     query_offset: with a KV cache, row `i` of the queries sits at key index `i + query_offset`.
     radius: in a sliding-window layer a key must not be farther than this from the query's own place; None = no limit.
+    cross: the keys are those of another text, so no query has a key of its own that a plan would read in any case.
     """
 
     query_real: Bool[Tensor, "B N"]
@@ -24,6 +25,7 @@ class Legal:
     causal: bool = False
     query_offset: int = 0
     radius: int | None = None
+    cross: bool = False
 
     def __post_init__(self) -> None:
         if self.query_real.shape[0] != self.key_real.shape[0] or self.query_real.device != self.key_real.device:

@@ -145,7 +145,7 @@ def test_kept_keys_of_a_causal_plan_with_left_padding() -> None:
     plan = layer_plan(tiles, q, k, legal, window(3) | GlobalTokens(1), 8)
     rows = torch.arange(9, 37)
     for h in range(HEADS):
-        assert torch.equal(kept_keys(plan, legal, 1, rows)[h], plan_matrix(plan, legal, 1, h)[rows])
+        assert torch.equal(kept_keys(plan, 1, rows)[h], plan_matrix(plan, legal, 1, h)[rows])
 
 
 def test_live_recall_of_real_requests(client: TestClient) -> None:

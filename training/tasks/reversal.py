@@ -2,7 +2,7 @@
 
 The source is `START s EOS` and the target `s EOS` or `reverse(s) EOS`. To predict symbol i of n, some cross-attention
 head must read source position i + 1 (copy) or n − i (reverse): nothing else in the source or in the target so far tells
-it. START is there so that copying does not read position i from row i, which every plan computes anyway.
+it. START is there so that copying does not read position i from row i, where every window would keep it.
 """
 
 from collections.abc import Callable
