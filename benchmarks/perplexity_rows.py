@@ -58,22 +58,25 @@ def predicted(
     density to allot there is the one whose plans have the density that is aimed at on the first text, `seen`.
     """
 
-    def cut(density: float) -> list[Predictor]:
-        _, cuts = choose(points, Target("density", density))
-        return [
-            with_thresholds(cuttable(layer), thresholds_at(part, at))
-            for layer, part, at in zip(layers, points, cuts, strict=True)
-        ]
-
     def plan(call: LayerInput, served: Sequence[Predictor]) -> Plan:
         return layer_plan(served[call.layer], call.q, call.k, call.legal, positional, tile_size, call.layer)
 
     def density(allotted: float) -> float:
-        served = cut(allotted)
+        served = allotted_to(layers, points, allotted)
         return _density([plan(call, served) for call in seen])
 
     for aim in aims:
-        yield Row("predicted", aim, functools.partial(plan, served=cut(_sized(ALLOTTED, density, aim))))
+        served = allotted_to(layers, points, _sized(ALLOTTED, density, aim))
+        yield Row("predicted", aim, functools.partial(plan, served=served))
+
+
+def allotted_to(layers: Sequence[Predictor | None], points: Sequence[Points], density: float) -> list[Predictor]:
+    """The predictors with thresholds for each head that keep this density of the graphs behind the points."""
+    _, cuts = choose(points, Target("density", density))
+    return [
+        with_thresholds(cuttable(layer), thresholds_at(part, at))
+        for layer, part, at in zip(layers, points, cuts, strict=True)
+    ]
 
 
 @dataclass(eq=False)

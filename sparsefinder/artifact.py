@@ -102,8 +102,8 @@ def save(path: str | Path, artifact: Artifact) -> Card:
     body |= {"files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}}
     body |= {"predictors": [_described(predictor) for predictor in artifact.layers]}
     body |= {"projections": {name: [p.settings() for p in maps] for name, maps in artifact.projections.items()}}
-    body["hash"] = _digest({key: value for key, value in body.items() if key not in NOT_HASHED})
-    body["card_hash"] = _digest({key: value for key, value in body.items() if key != "card_hash"})
+    body["hash"] = json_digest({key: value for key, value in body.items() if key not in NOT_HASHED})
+    body["card_hash"] = json_digest({key: value for key, value in body.items() if key != "card_hash"})
     text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
     write_folder(Path(path), {**files, CARD: text.encode() + b"\n"}, marker=CARD)
     return replace(artifact.card, hash=body["hash"])
@@ -242,7 +242,19 @@ def _tensors(found: Mapping[str, bytes], name: str) -> dict[str, Tensor]:
         raise ArtifactError(f"{name}: expected safetensors ({error})") from None
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def delta_hash(artifact: Artifact | None) -> str:
+    """sha256 of a teacher delta's content, empty where there is none: artifacts with one delta share their shards."""
+    if artifact is None or not artifact.delta:
+        return ""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(artifact.delta.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def json_digest(body: Mapping[str, Any]) -> str:
+    """sha256 of a JSON object whose keys are sorted. ArtifactError where it is not plain JSON."""
     try:
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -261,7 +273,7 @@ def _read_card(found: Mapping[str, bytes]) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("schema_version") != SCHEMA_VERSION:
         came = body.get("schema_version") if isinstance(body, dict) else type(body).__name__
         raise ArtifactError(f"{CARD}: expected schema_version {SCHEMA_VERSION}, got {came!r}")
-    if body.get("card_hash") != _digest({key: value for key, value in body.items() if key != "card_hash"}):
+    if body.get("card_hash") != json_digest({key: value for key, value in body.items() if key != "card_hash"}):
         raise ArtifactError(f"{CARD}: its content does not match its card_hash")
     wanted = {f.name for f in fields(Card)} | {"files", "predictors", "projections", "card_hash"}
     if odd := sorted((wanted ^ set(body)) - (OPTIONAL - set(body))):
@@ -274,7 +286,7 @@ def _read_card(found: Mapping[str, bytes]) -> dict[str, Any]:
             raise ArtifactError(f"{name}: {'missing' if name in expected else 'not named in the card'}")
         if name in found and hashlib.sha256(found[name]).hexdigest() != expected[name]:
             raise ArtifactError(f"{name}: its sha256 does not match the card (damaged or truncated)")
-    if body["hash"] != _digest({key: value for key, value in body.items() if key not in NOT_HASHED}):
+    if body["hash"] != json_digest({key: value for key, value in body.items() if key not in NOT_HASHED}):
         raise ArtifactError(f"{CARD}: its content does not match its hash")
     return body
 

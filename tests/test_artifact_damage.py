@@ -20,8 +20,8 @@ def reseal(path: Path) -> None:
     """Make every hash right again, as somebody would who damages on purpose: what is left must be refused by itself."""
     body = json.loads((path / CARD).read_text())
     body["files"] = {name: folders_hash(path / name) for name in (PREDICTOR_FILE, DELTA_FILE) if (path / name).exists()}
-    body["hash"] = module._digest({key: value for key, value in body.items() if key not in module.NOT_HASHED})
-    body["card_hash"] = module._digest({key: value for key, value in body.items() if key != "card_hash"})
+    body["hash"] = module.json_digest({key: value for key, value in body.items() if key not in module.NOT_HASHED})
+    body["card_hash"] = module.json_digest({key: value for key, value in body.items() if key != "card_hash"})
     (path / CARD).write_text(json.dumps(body))
 
 
@@ -113,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
             path,
             lambda body: body.update(
                 alpha=1.7,
-                card_hash=module._digest({k: v for k, v in (body | {"alpha": 1.7}).items() if k != "card_hash"}),
+                card_hash=module.json_digest({k: v for k, v in (body | {"alpha": 1.7}).items() if k != "card_hash"}),
             ),
         ),
         "does not match its hash",
@@ -162,7 +162,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
             edit_card(path, lambda body: body["files"].update({"../../etc/passwd": "0" * 64})),
             edit_card(
                 path,
-                lambda body: body.update(card_hash=module._digest({k: v for k, v in body.items() if k != "card_hash"})),
+                lambda body: body.update(
+                    card_hash=module.json_digest({k: v for k, v in body.items() if k != "card_hash"})
+                ),
             ),
         ),
         "files: expected predictors.safetensors and perhaps delta.safetensors",

@@ -45,6 +45,7 @@ from training.cli_options import (
 )
 from training.config import KINDS, ExtractConfig, FitConfig, RunConfig, Target, run_config
 from training.finetune_cli import finetune_command
+from training.mlm_head_cli import mlm_head_command
 from training.progress_bar import progress
 from training.sweep_cli import report_command, sweep_command
 
@@ -205,6 +206,7 @@ def evaluate(
 
 app.command("calibrate")(_friendly(calibrate_command))
 app.command("finetune")(_friendly(finetune_command))
+app.command("mlm-head")(_friendly(mlm_head_command))
 app.command("sweep")(_friendly(sweep_command))
 app.command("report")(_friendly(report_command))
 
@@ -257,8 +259,8 @@ def _named(text: str) -> tuple[str, int]:
 
 def _base(teacher: str, asked: str | None, delta: str) -> str:
     """The artifact whose delta the shards were made with: the one that is named, or the shipped one if it matches."""
-    from sparsefinder.artifact import load
-    from training.pipeline import delta_hash, starting_artifact
+    from sparsefinder.artifact import delta_hash, load
+    from training.pipeline import starting_artifact
 
     base = starting_artifact(teacher, asked) if delta or asked else ""
     if delta_hash(load(base) if base else None) != delta:

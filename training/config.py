@@ -210,6 +210,29 @@ def finetune_config(teacher: str) -> FinetuneConfig:
     return FINETUNES[teacher]() if teacher in FINETUNES else FinetuneConfig(teacher=teacher)
 
 
+@dataclass(frozen=True)
+class MlmHeadConfig:
+    """How a fill-mask head is trained on a frozen teacher.
+
+    batches: of `batch_size` texts that the teacher reads, each masked once. epochs: passes of the head over their
+    masked positions, `positions` of them in a step.
+    """
+
+    teacher: str = "minilm"
+    artifact: str = ""
+    tokens: int = 256
+    batch_size: int = 8
+    batches: int = 600
+    epochs: int = 4
+    positions: int = 512
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch_size", "batches", "epochs", "positions"):
+            _at_least(name, getattr(self, name), 1)
+
+
 def minilm() -> RunConfig:
     """The shipped artifact's predictors: every objective at rank 4 and 8, `listwise` at rank 8 served."""
     also: tuple[tuple[Objective, int], ...] = tuple(

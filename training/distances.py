@@ -1,6 +1,6 @@
 """How far a twin is from its original, as losses: hidden states, embeddings, next words, single layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from sparsefinder.hf import Attached
 from sparsefinder.teacher import Teacher, batch, pool
 from training.config import FinetuneConfig
-
-Items = Sequence[Sequence[int]]
+from training.masking import Ids, mask_texts
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Student:
 
 
 def distance(
-    student: Student, original: Teacher, items: Items, config: FinetuneConfig, step: int, generator: torch.Generator
+    student: Student, original: Teacher, items: Ids, config: FinetuneConfig, step: int, generator: torch.Generator
 ) -> Tensor:
     """The loss of a step: of single layers during the first `local_steps`, then of the whole model."""
     if step < config.local_steps:
@@ -35,7 +34,7 @@ def distance(
     return encoder_distance(student, original, items, config)
 
 
-def encoder_distance(student: Student, original: Teacher, items: Items, config: FinetuneConfig) -> Tensor:
+def encoder_distance(student: Student, original: Teacher, items: Ids, config: FinetuneConfig) -> Tensor:
     """Relative squared error of the hidden states, averaged over layers, plus one minus the embeddings' cosine."""
     tokens, mask = batch(original, items)
     inputs = {"input_ids": tokens, "attention_mask": mask.long(), "output_hidden_states": True}
@@ -48,19 +47,15 @@ def encoder_distance(student: Student, original: Teacher, items: Items, config: 
     return hidden + config.embedding_weight * (1 - torch.cosine_similarity(ours, theirs).mean())
 
 
-def masked_loss(student: Student, items: Items, share: float, generator: torch.Generator) -> Tensor:
+def masked_loss(student: Student, items: Ids, share: float, generator: torch.Generator) -> Tensor:
     """Cross-entropy of masked tokens through the model's own head."""
-    teacher = student.teacher
-    tokens, mask = batch(teacher, items)
-    hide = (torch.rand(tokens.shape, generator=generator).to(tokens.device) < share) & mask
-    hide[:, 0] = False
-    masked = tokens.masked_fill(hide, teacher.tokenizer.mask_token_id)
-    logits = teacher.mlm(input_ids=masked, attention_mask=mask.long()).logits
-    return torch.nn.functional.cross_entropy(logits[hide], tokens[hide])
+    masked = mask_texts(student.teacher, items, share, generator)
+    logits = student.teacher.mlm(input_ids=masked.tokens, attention_mask=masked.real.long()).logits
+    return torch.nn.functional.cross_entropy(logits[masked.hidden], masked.words)
 
 
 def causal_distance(
-    student: Student, original: Teacher, items: Items, config: FinetuneConfig, generator: torch.Generator
+    student: Student, original: Teacher, items: Ids, config: FinetuneConfig, generator: torch.Generator
 ) -> Tensor:
     """Kullback–Leibler divergence of the next word (original to twin) plus weighted angles of the hidden states.
 
@@ -94,7 +89,7 @@ def _turned(a: Float[Tensor, "B N d"], b: Float[Tensor, "B N d"], mask: Bool[Ten
     return 1 - torch.cosine_similarity(a, b, dim=-1)[mask].mean()
 
 
-def layers_distance(student: Student, original: Teacher, items: Items) -> Tensor:
+def layers_distance(student: Student, original: Teacher, items: Ids) -> Tensor:
     """Relative squared error of each attention layer's output, given what the original's layer is given.
 
     Errors do not pass from layer to layer, and no other part of the twin is computed.

@@ -26,8 +26,7 @@ from training.distances import Student, distance, divergence, masked_loss
 from training.finetune_state import State
 from training.head_scale import fit_head_scale
 from training.low_rank import add_low_rank, fold_low_rank
-
-Ids = Sequence[Sequence[int]]
+from training.masking import Ids
 
 # Density falls about like scale^-1.45 on MiniLM (docs/decisions.md); a third of the correction a step keeps it calm.
 SCALE_GAIN = 0.3

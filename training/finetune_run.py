@@ -18,8 +18,9 @@ from sparsefinder.teacher import Teacher, load_teacher
 from training.config import FinetuneConfig
 from training.corpus import blocks, chunk_tokens, default_texts, drop_shared, read_texts, text_hash
 from training.distances import Student
-from training.finetune import CausalQuality, Ids, Quality, finetune, measure, measure_causal
+from training.finetune import CausalQuality, Quality, finetune, measure, measure_causal
 from training.finetune_state import State
+from training.masking import Ids
 
 EVAL_CHUNKS, CAUSAL_EVAL_CHUNKS = 100, 8
 

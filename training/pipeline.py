@@ -1,6 +1,5 @@
 """The steps of the command line as functions: open a teacher, extract its splits, fit, measure, write an artifact."""
 
-import hashlib
 import shlex
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sparsefinder.artifact import Artifact, Card, load, save
+from sparsefinder.artifact import Artifact, Card, delta_hash, load, save
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.errors import ArtifactError, DataError
 from sparsefinder.hf import Attached, attach
@@ -65,17 +64,6 @@ def starting_artifact(teacher: str, asked: str | None) -> str:
         return str(default_artifact()) if teacher == "minilm" else ""
     except ArtifactError:
         return ""
-
-
-def delta_hash(artifact: Artifact | None) -> str:
-    """sha256 of a teacher delta's content, empty where there is none: artifacts with one delta share their shards."""
-    if artifact is None or not artifact.delta:
-        return ""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(artifact.delta.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def texts_of(config: ExtractConfig) -> dict[Split, list[str]]:

@@ -17,6 +17,7 @@ from sparsefinder.plan import Plan, build_plan
 from sparsefinder.predictors import Tiles
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher
 from training.finetune import correlation
+from training.masking import MASKED_SHARE, Ids, mask_texts
 from training.pipeline import Opened
 from training.sweep_fronts import Point, front, value
 from training.sweep_measure import HALVES, MEASURES, number
@@ -29,9 +30,6 @@ ROWS = (
     ("quantization", "learned"), ("routing", "baseline"), ("reformer", "baseline"), ("bigbird", "baseline"),
     ("true score, budget", "oracle"),
 )  # fmt: skip
-MASKED_SHARE = 0.15
-
-Ids = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,16 +107,14 @@ def quality_of(
 
 @torch.no_grad()
 def perplexity(teacher: Teacher, chunks: Ids, seed: int = 0) -> float:
-    """exp of the mean cross entropy at masked tokens (a seeded 15 % of the real ones), in the mode that is on."""
+    """exp of the mean cross entropy at masked tokens, the same in every call, in the mode that is on."""
     generator = torch.Generator().manual_seed(seed)
     total, count = 0.0, 0
     for start in range(0, len(chunks), BATCH):
-        tokens, mask = batch(teacher, chunks[start : start + BATCH])
-        hidden = (torch.rand(tokens.shape, generator=generator).to(tokens.device) < MASKED_SHARE) & mask
-        asked = tokens.masked_fill(hidden, int(teacher.tokenizer.mask_token_id))
-        logits = teacher.mlm(input_ids=asked, attention_mask=mask.long()).logits[hidden]
-        total += float(torch.nn.functional.cross_entropy(logits, tokens[hidden], reduction="sum"))
-        count += int(hidden.sum())
+        masked = mask_texts(teacher, chunks[start : start + BATCH], MASKED_SHARE, generator)
+        logits = teacher.mlm(input_ids=masked.tokens, attention_mask=masked.real.long()).logits[masked.hidden]
+        total += float(torch.nn.functional.cross_entropy(logits, masked.words, reduction="sum"))
+        count += masked.words.shape[0]
     return math.exp(total / count) if count else math.nan
 
 
