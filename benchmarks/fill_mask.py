@@ -23,7 +23,7 @@ import torch
 from benchmarks.fill_mask_page import draw_curves, make_page
 from benchmarks.fill_mask_rows import GRID, Row, allotted_rows, family_rows, oracle_rows
 from benchmarks.pages import deliver
-from sparsefinder.hf import LayerCall
+from sparsefinder.hf import LayerCall, Mode
 from sparsefinder.mlm_head import MlmHead, load_mlm_head
 from sparsefinder.plan import computed_pairs
 from sparsefinder.shipped import default_artifact
@@ -98,7 +98,7 @@ def measure(opened: Opened, head: MlmHead, row: Row, chunks: Sequence[Sequence[i
         legal += pairs
         computed += pairs if call.plan is None else float(computed_pairs(call.plan).sum())
 
-    mode = "dense" if row.plan_for is None else "sparse"
+    mode: Mode = "dense" if row.plan_for is None else "sparse"
     with opened.attached.using(mode, plan_for=row.plan_for, observe=observe):
         drawn = held_draws(opened.teacher, chunks, BATCH)
     losses, right = answers(head, drawn)

@@ -92,16 +92,18 @@ def family_rows(setup: Setup, works: Sequence[LayerWork]) -> Iterator[Row]:
     known = {(f.name, f.role, f.objective, f.rank): f for f in all_families(setup, FAMILIES)}
     for line in LINES:
         family = known.get((line.family, line.role, line.objective, line.rank))
-        for point in _points(family, setup.artifact.card) if family else ():
+        if family is None:
+            continue
+        for point in _points(family, setup.artifact.card):
             plan_for = planner(family, point, works)
             yield Row(line.name, line.role, point, _once(plan_for) if line.family in POSITIONAL else plan_for)
 
 
 def _once(plan_for: PlanFor) -> PlanFor:
     """Plans that depend on nothing but layer and shape: texts have one length, and random keys take long to draw."""
-    known: dict[tuple[int, ...], Plan] = {}
+    known: dict[tuple[int, ...], Plan | None] = {}
 
-    def plan(call: LayerInput) -> Plan:
+    def plan(call: LayerInput) -> Plan | None:
         at = (call.layer, *call.q.shape[:3])
         if at not in known:
             known[at] = plan_for(call)

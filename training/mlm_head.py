@@ -126,7 +126,7 @@ def fit_head(config: MlmHeadConfig, head: MlmHead, drawn: Draws, on_step: OnStep
     generator = torch.Generator().manual_seed(config.seed)
     steps, step = config.epochs * math.ceil(len(drawn.words) / config.positions), 0
     for _ in range(config.epochs):
-        for part in torch.randperm(len(drawn.words), generator=generator).split(config.positions):
+        for part in torch.split(torch.randperm(len(drawn.words), generator=generator), config.positions):
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * _rate(step, steps)
             logits = head(drawn.hidden[part].to(head.bias))
@@ -155,7 +155,7 @@ def unigram(drawn: Draws, words: int) -> Float[Tensor, " V"]:
 def answers(head: MlmHead, drawn: Draws) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """(cross-entropy in nats, 1 where the likeliest word is right) at every position."""
     losses, right = [], []
-    for hidden, words in zip(drawn.hidden.split(POSITIONS), drawn.words.split(POSITIONS), strict=True):
+    for hidden, words in zip(*(torch.split(x, POSITIONS) for x in (drawn.hidden, drawn.words)), strict=True):
         logits = head(hidden.to(head.bias)).cpu()
         losses.append(torch.nn.functional.cross_entropy(logits, words, reduction="none"))
         right.append((logits.argmax(-1) == words).float())
