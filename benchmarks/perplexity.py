@@ -13,7 +13,6 @@ and the first tokens are always read.
 
 import argparse
 import itertools
-import json
 import math
 import platform
 import shlex
@@ -49,6 +48,7 @@ from training.fit_content import fit_routing
 from training.pipeline import spread
 from training.points import Points, cuttable
 from training.progress_bar import progress
+from training.tasks.runs import write_json
 from training.versions import versions
 
 AIMS, BASELINE_AIMS = (0.05, 0.1, 0.2, 0.3), (0.1, 0.3)
@@ -92,8 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 numbers = f"{found['density']:8.3f} {found['perplexity']:11.3f} {found['to_dense']:9.3f}"
                 print(f"{found['row']:26} {aim:>6} {numbers}", flush=True)
                 if options.json:
-                    options.json.parent.mkdir(parents=True, exist_ok=True)
-                    options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+                    write_json(options.json, result)
     if options.json:
         print(f"\nAll figures lie in {options.json}")
     return result
@@ -116,9 +115,10 @@ def _subject(folder: Path, on_progress: OnProgress) -> Subject:
 
 def _routing(subject: Subject, on_progress: OnProgress) -> list[Routing]:
     """Centroids of every layer, by the online k-means of the paper over the run's training text."""
-    layers, found = len(subject.artifact.layers), []
+    layers, train, found = len(subject.artifact.layers), subject.folder / "shards" / "train", []
+    manifest = read_manifest(train)
     for layer in range(layers):
-        found.append(fit_routing(read_layer(subject.folder / "shards" / "train", layer), CENTROIDS))
+        found.append(fit_routing(read_layer(train, layer, manifest), CENTROIDS))
         on_progress("centroids", layer + 1, layers)
     return found
 
