@@ -10,7 +10,6 @@ all scales together by the divergence of the next word in the twin itself (close
 
 import argparse
 import functools
-import json
 import math
 import platform
 import shlex
@@ -31,6 +30,7 @@ from training.corpus import chunk_tokens, default_texts, read_texts
 from training.finetune import Density, finetune
 from training.head_scale import fit_head_scale
 from training.pipeline import spread
+from training.tasks.runs import write_json
 from training.versions import versions
 
 ONE_SCALE, FIT_TEXTS, FIT_TOKENS = 0.25, 2, 1024
@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             result["rows"].append(found)
             print(f"{name:26} {tokens:6} {density:8.3f} {perplexity:11.3f} {ratio:11.3f}", flush=True)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_json(options.json, result)
         print(f"\nAll figures lie in {options.json}")
     return result
 

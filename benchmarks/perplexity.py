@@ -52,7 +52,7 @@ from training.tasks.runs import write_json
 from training.versions import versions
 
 AIMS, BASELINE_AIMS = (0.05, 0.1, 0.2, 0.3), (0.1, 0.3)
-LENGTHS, READ = (1024, 2048, 4096), 8192
+LENGTHS, READ, LEAST = (1024, 2048, 4096), 4096, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +185,7 @@ def _measure(
 def _texts(teacher: Teacher, options: argparse.Namespace, tokens: int) -> list[list[int]]:
     texts = read_texts([str(path) for path in options.text]) if options.text else default_texts("heldout")
     whole = [chunk for chunk in chunk_tokens(teacher, texts, tokens) if len(chunk) == tokens]
-    return spread(whole, max(1, options.read // tokens), options.seed + 1)
+    return spread(whole, max(options.least, options.read // tokens), options.seed + 1)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -194,13 +194,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of the texts")
     parser.add_argument("--aims", type=float, nargs="+", default=list(AIMS), help="computed densities of our own rows")
     parser.add_argument("--read", type=int, default=READ, help="tokens that are read at each length, in all")
+    parser.add_argument("--least", type=int, default=LEAST, help="texts of each length, whatever --read says")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
     parser.add_argument("--quick", action="store_true", help="one text of 1024 tokens at two densities")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.read, options.aims = [1024], 1024, [0.1, 0.3]
+        options.tokens, options.read, options.least, options.aims = [1024], 1024, 1, [0.1, 0.3]
     return options
 
 

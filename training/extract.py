@@ -12,7 +12,6 @@ Of a layer that attends to a sliding window nothing is stored, since nothing is 
 
 import functools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.teacher import Teacher, batch
 from training.layers import predicted_layers
 from training.values import VALUE_TENSORS, LayerValues, join_values, output_weight, value_tensors
+from training.whole_files import whole_file, write_text
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -276,29 +276,14 @@ def _claim(folder: Path, manifest: dict[str, Any]) -> None:
                     "delete the folder or choose another --out"
                 )
             return
-        _write_text(path, json.dumps(manifest, indent=1, sort_keys=True))
+        write_text(path, json.dumps(manifest, indent=1, sort_keys=True))
     except OSError as error:
         raise DataError(f"{folder}: expected a folder that can be written, got {error.strerror or error}") from None
     except (ValueError, AttributeError):
         raise ConfigError(f"{path}: expected a manifest; delete the folder or choose another --out") from None
 
 
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, str] | None = None) -> None:
     """A safetensors file that appears whole or not at all. DataError where it cannot be written."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    with whole_file(path) as temporary:
         save_file(tensors, temporary, about)
-        temporary.replace(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: cannot be written ({error})") from None
-    finally:
-        temporary.unlink(missing_ok=True)  # also after Ctrl-C

@@ -1,26 +1,18 @@
 """The files of a sweep: one for each finished family, the configuration they belong to, and the one JSON of all."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from sparsefinder.errors import ConfigError, DataError
+from training.whole_files import write_text
 
 SWEEP = "sweep.json"
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write whole or not at all. DataError where the folder cannot be written."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(_text(value), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise DataError(f"{path}: expected a file that can be written, got {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, _text(value))
 
 
 def _text(value: Any) -> str:

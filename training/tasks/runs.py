@@ -1,7 +1,6 @@
 """Runs that are kept: one JSON file each, written whole or not at all, made again only where its settings changed."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from sparsefinder.errors import DataError
 from training.tasks.together import OnStep
+from training.whole_files import write_text
 
 OnProgress = Callable[[str, int, int], None]  # (the run, steps that are done, steps in all)
 
@@ -53,20 +53,8 @@ def read_run(path: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write to a temporary name beside it, flush to disk, rename. DataError where that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(json.dumps(content, indent=1) + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)  # also after Ctrl-C
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from None
+    """Indented JSON, whole or not at all. DataError where it cannot be written."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def _make(study: Study, path: Path, on_progress: OnProgress) -> dict[str, Any]:
