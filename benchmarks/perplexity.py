@@ -8,16 +8,18 @@ Every row reads the same texts; densities are those of the plans that ran (compu
 layers, heads and texts), beside the density that was aimed at. The predictor was fitted and its budgets were allotted
 on other text, at the length of its own run; how much is allotted, the oracle's threshold (it pools the attention that
 it is asked to predict) and every pattern's size are chosen by density on the first text. A tile's own rows, the window
-and the first tokens are always read.
+and the first tokens are always read. Every table (a model at a length) leaves a JSON file in --runs when it ends; what
+is there is not measured again.
 """
 
 import argparse
+import functools
 import itertools
 import math
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from benchmarks.perplexity_rows import (
     positional_rows,
     predicted,
 )
-from sparsefinder.artifact import Artifact, load
+from sparsefinder.artifact import Artifact, json_digest, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.hf import Attached, LayerCall, LayerInput
 from sparsefinder.patterns.algebra import Pattern
@@ -48,11 +50,12 @@ from training.fit_content import fit_routing
 from training.pipeline import spread
 from training.points import Points, cuttable
 from training.progress_bar import progress
-from training.tasks.runs import write_json
+from training.tasks.runs import Study, read_run, run_studies, write_json
 from training.versions import versions
 
 AIMS, BASELINE_AIMS = (0.05, 0.1, 0.2, 0.3), (0.1, 0.3)
 LENGTHS, READ, LEAST = (1024, 2048, 4096), 4096, 2
+FAMILIES = 5  # of baselines, two settings each
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,36 +69,66 @@ class Subject:
     positional: Pattern
     points: list[Points]
 
-    @property
-    def name(self) -> str:
-        """softmax, or entmax with its α."""
-        alpha = self.artifact.card.alpha
-        return "softmax" if alpha == 1 else f"{alpha}-entmax"
-
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
+    artifacts = {folder: load(folder / "artifact") for folder in options.data}
+    teacher = load_teacher(artifacts[options.data[0]].card.teacher)
+    texts = {tokens: _texts(teacher, options, tokens) for tokens in options.tokens}
+    result: dict[str, Any] = {"about": _about(options, artifacts.values()), "rows": []}
     with progress() as on_progress:
-        subjects = [_subject(folder, on_progress) for folder in options.data]
-        routing = _routing(subjects[0], on_progress)
-    result: dict[str, Any] = {"about": _about(options, subjects), "rows": []}
-    for tokens in options.tokens:
-        texts = _texts(subjects[0].teacher, options, tokens)
-        print(f"\n{tokens} tokens, {len(texts)} texts")
-        print(f"{'':26} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
-        for subject in subjects:
-            baselines = routing if subject is subjects[0] else None
-            for found in _rows(subject, texts, options.aims, baselines):
-                found |= {"tokens": tokens, "attention": subject.name}
-                result["rows"].append(found)
-                aim = "" if found["aim"] is None else f"{found['aim']:.2f}"
-                numbers = f"{found['density']:8.3f} {found['perplexity']:11.3f} {found['to_dense']:9.3f}"
-                print(f"{found['row']:26} {aim:>6} {numbers}", flush=True)
-                if options.json:
-                    write_json(options.json, result)
+        opened = functools.cache(functools.partial(_subject, on_progress=on_progress))
+        routing = functools.cache(functools.partial(_routing, on_progress=on_progress))
+        for tokens, (folder, artifact) in itertools.product(options.tokens, artifacts.items()):
+            study = _study(options, opened, routing, folder, artifact, texts[tokens])
+            print(f"\n{study.name}, {len(texts[tokens])} texts")
+            print(f"{'':26} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
+            stored = read_run(options.runs / f"{study.name}.json", study.settings)
+            for row in stored["figures"]["rows"] if stored else ():
+                _show(row)
+            result["rows"] += run_studies([study], options.runs, on_progress)[study.name]["figures"]["rows"]
+            if options.json:
+                write_json(options.json, result)
     if options.json:
         print(f"\nAll figures lie in {options.json}")
     return result
+
+
+def _study(
+    options: argparse.Namespace,
+    opened: Callable[[Path], Subject],
+    routing: Callable[[Subject], list[Routing]],
+    folder: Path,
+    artifact: Artifact,
+    texts: list[list[int]],
+) -> Study:
+    """All rows of one run at one length."""
+    first, kind, tokens = folder == options.data[0], _name(artifact), len(texts[0])
+    settings = {"artifact": artifact.card.version, "aims": options.aims, "baselines": first}
+    settings |= {"texts": json_digest({"ids": texts})}
+
+    def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        total = 1 + 2 * len(options.aims) + first * FAMILIES * len(BASELINE_AIMS)
+        subject = opened(folder)
+        for found in _rows(subject, texts, options.aims, routing(subject) if first else None):
+            rows.append(found | {"tokens": tokens, "attention": kind})
+            _show(rows[-1])
+            on_step(len(rows), total)
+        return {"rows": rows}
+
+    return Study(f"{kind}-{tokens}", settings, make)
+
+
+def _show(row: dict[str, Any]) -> None:
+    aim = "" if row["aim"] is None else f"{row['aim']:.2f}"
+    numbers = f"{row['density']:8.3f} {row['perplexity']:11.3f} {row['to_dense']:9.3f}"
+    print(f"{row['row']:26} {aim:>6} {numbers}", flush=True)
+
+
+def _name(artifact: Artifact) -> str:
+    """softmax, or entmax with its α."""
+    return "softmax" if artifact.card.alpha == 1 else f"{artifact.card.alpha}-entmax"
 
 
 def _subject(folder: Path, on_progress: OnProgress) -> Subject:
@@ -196,19 +229,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--read", type=int, default=READ, help="tokens that are read at each length, in all")
     parser.add_argument("--least", type=int, default=LEAST, help="texts of each length, whatever --read says")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
+    parser.add_argument("--runs", type=Path, default=Path("runs/perplexity"), help="folder of finished tables")
     parser.add_argument("--quick", action="store_true", help="one text of 1024 tokens at two densities")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
         options.tokens, options.read, options.least, options.aims = [1024], 1024, 1, [0.1, 0.3]
+        options.runs = options.runs / "quick"
     return options
 
 
-def _about(options: argparse.Namespace, subjects: Sequence[Subject]) -> dict[str, Any]:
+def _about(options: argparse.Namespace, artifacts: Iterable[Artifact]) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks.perplexity", *sys.argv[1:]]),
-        "artifacts": {subject.name: subject.artifact.card.version for subject in subjects},
+        "artifacts": {_name(artifact): artifact.card.version for artifact in artifacts},
         "text": ", ".join(path.name for path in options.text) or "held-out default",
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": versions("torch", "transformers", "numba"),
