@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     with progress() as on_progress:
         opened = functools.cache(functools.partial(_subject, on_progress=on_progress))
         routing = functools.cache(functools.partial(_routing, on_progress=on_progress))
-        for tokens, (folder, artifact) in itertools.product(options.tokens, artifacts.items()):
+        tables = list(itertools.product(options.tokens, artifacts.items()))
+        for tokens, (folder, artifact) in tables[:: -1 if options.last_first else 1]:
             study = _study(options, opened, routing, folder, artifact, texts[tokens])
             print(f"\n{study.name}, {len(texts[tokens])} texts")
             print(f"{'':26} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
@@ -230,6 +231,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--least", type=int, default=LEAST, help="texts of each length, whatever --read says")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
     parser.add_argument("--runs", type=Path, default=Path("runs/perplexity"), help="folder of finished tables")
+    parser.add_argument("--last-first", action="store_true", help="from the end (for a second process)")
     parser.add_argument("--quick", action="store_true", help="one text of 1024 tokens at two densities")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--seed", type=int, default=0)
