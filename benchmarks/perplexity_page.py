@@ -1,8 +1,8 @@
 """The page of `benchmarks.perplexity`: one table for each length and kind of attention, and a picture.
 
-    python -m benchmarks.perplexity_page docs/figures/perplexity.json
+    python -m benchmarks.perplexity_page docs/figures/perplexity.json [docs/figures/entmax_twin.json]
 
-No figure is written by hand: this reads the JSON of a run.
+No figure is written by hand: this reads the JSON of `benchmarks.perplexity`, and that of `benchmarks.entmax_twin`.
 """
 
 import json
@@ -34,14 +34,20 @@ attention that it selects from. Sizes of hashing and routing are chosen by densi
 ![perplexity](figures/perplexity.png)
 """
 
+TWIN = """## From softmax to entmax
+
+What each step gains, by `{command}` ({hardware}; {versions}; {text}). A cell is *perplexity (relative to softmax)* @
+*density*, the share of legal pairs with weight.
+"""
+
 Row = dict[str, Any]
 
 
 def page(result: dict[str, Any]) -> str:
     """The page as Markdown."""
     about = result["about"]
-    named = {key: ", ".join(f"{k} {v}" for k, v in about[key].items()) for key in ("versions", "artifacts")}
-    parts = [HEAD.format(**(about | named))]
+    artifacts = ", ".join(f"{kind} {version}" for kind, version in about["artifacts"].items())
+    parts = [HEAD.format(**(about | {"artifacts": artifacts}))]
     for kind, tokens in groups(result["rows"]):
         rows = of_group(result["rows"], kind, tokens)
         dense = next(row for row in rows if row["row"] == "dense")
@@ -54,6 +60,22 @@ def page(result: dict[str, Any]) -> str:
         parts.append(table(["keys chosen by", *(f"aim {aim:.0%}" for aim in aims)], lines))
         parts.append(_at_goal(rows, GOAL_DENSITY.get((kind, tokens))))
     return "\n".join(part for part in parts if part) + "\n"
+
+
+def twin_section(result: dict[str, Any]) -> str:
+    """What `benchmarks.entmax_twin` measured, as a table with a column for each length."""
+    about, rows = result["about"], result["rows"]
+    lengths = sorted({row["tokens"] for row in rows})
+    lines = []
+    for name in dict.fromkeys(row["row"] for row in rows):
+        own = {row["tokens"]: row for row in rows if row["row"] == name}
+        lines.append([name, *(_twin_cell(own[tokens]) for tokens in lengths)])
+    head = TWIN.format(**about)
+    return head + "\n" + table(["attention", *(f"{tokens} tokens" for tokens in lengths)], lines) + "\n"
+
+
+def _twin_cell(row: Row) -> str:
+    return f"{row['perplexity']:.2f} ({row['to_softmax']:.3f}) @ {row['density']:.1%}"
 
 
 def groups(rows: Sequence[Row]) -> list[tuple[str, int]]:
@@ -110,7 +132,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     result = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    (DOCS / "perplexity.md").write_text(page(result), encoding="utf-8")
+    twins = [json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments[1:]]
+    text = "\n".join([page(result), *map(twin_section, twins)])
+    (DOCS / "perplexity.md").write_text(text, encoding="utf-8")
     draw(result["rows"], DOCS / "figures" / "perplexity.png")
     print(f"Written: {DOCS / 'perplexity.md'} and its picture")
 

@@ -6,7 +6,8 @@ import pytest
 import tiny_llama
 import torch
 
-from benchmarks.perplexity import _measure
+from benchmarks.perplexity import _about, _measure, _options
+from benchmarks.perplexity_page import page, twin_section
 from benchmarks.perplexity_rows import PooledMass, Row, _nearest, content_rows, positional_rows, predicted
 from sparsefinder.hf import LayerInput, attach
 from sparsefinder.patterns.legal import legal_full
@@ -114,3 +115,32 @@ def test_predicted_rows_have_the_density_aimed_at_whatever_the_length_they_were_
     for row in predicted(layers, points, seen, own, 16, [0.2, 0.35]):
         found = _measure(teacher, attached, row, text)
         assert found["density"] == pytest.approx(row.aim, abs=0.06)
+
+
+def test_the_page_holds_every_row_at_the_density_it_ran_at():
+    options = _options(["--data", "somewhere"])
+    rows = [
+        {"row": "dense", "aim": None, "density": 1.0, "perplexity": 10.0, "to_dense": 1.0, "of_texts": [10.0]},
+        *(
+            {"row": name, "aim": aim, "density": aim + 0.01, "perplexity": 10 * loss, "to_dense": loss, "of_texts": []}
+            for name, aim, loss in (("predicted", 0.2, 1.04), ("predicted", 0.3, 1.02), ("BigBird", 0.3, 1.5))
+        ),
+    ]
+    rows = [row | {"tokens": 2048, "attention": "softmax"} for row in rows]
+    text = page({"about": _about(options, []), "rows": rows})
+    assert "| predicted | 1.040 @ 21.0% | 1.020 @ 31.0% |" in text
+    assert "| BigBird | – | 1.500 @ 31.0% |" in text
+    assert "at 25% computed density: predicted +3.2%, oracle: pooled attention not measured" in text
+
+
+def test_the_steps_to_entmax_stand_beside_softmax():
+    about = {"command": "c", "hardware": "h", "versions": "v", "text": "t"}
+    steps = [("softmax", 8.0, 1.0, 1.0), ("scales", 9.0, 1.125, 0.05)]
+    rows = [
+        {"row": name, "tokens": tokens, "perplexity": found, "to_softmax": ratio, "density": density}
+        for tokens in (64, 32)
+        for name, found, ratio, density in steps
+    ]
+    text = twin_section({"about": about, "rows": rows})
+    assert "| attention | 32 tokens | 64 tokens |" in text
+    assert "| scales | 9.00 (1.125) @ 5.0% | 9.00 (1.125) @ 5.0% |" in text
