@@ -32,7 +32,7 @@ class NeedleRun:
     artifact: str
     tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)
     depths: tuple[float, ...] = (0.1, 0.5, 0.9)
-    numbers: tuple[int, ...] = (7421, 3958)
+    numbers: tuple[int, ...] = (7421,)
     texts: tuple[str, ...] = ()
 
 
