@@ -8,8 +8,8 @@ Every row reads the same texts; densities are those of the plans that ran (compu
 layers, heads and texts), beside the density that was aimed at. The predictor was fitted and its budgets were allotted
 on other text, at the length of its own run; how much is allotted, the oracle's threshold (it pools the attention that
 it is asked to predict) and every pattern's size are chosen by density on the first text. A tile's own rows, the window
-and the first tokens are always read. Every table (a model at a length) leaves a JSON file in --runs when it ends; what
-is there is not measured again.
+and the first tokens are always read. Every part of a table (what a predictor changes, and the rest) leaves a JSON file
+in --runs when it ends; what is there is not measured again.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.perplexity_rows import (
     positional_rows,
     predicted,
 )
-from sparsefinder.artifact import Artifact, json_digest, load
+from sparsefinder.artifact import Artifact, delta_hash, json_digest, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.hf import Attached, LayerCall, LayerInput
 from sparsefinder.patterns.algebra import Pattern
@@ -56,18 +56,18 @@ from training.versions import versions
 AIMS, BASELINE_AIMS = (0.05, 0.1, 0.2, 0.3), (0.1, 0.3)
 LENGTHS, READ, LEAST = (1024, 2048, 4096), 4096, 2
 FAMILIES = 5  # of baselines, two settings each
+PLANS = ("window_size", "global_tokens", "tile_size")  # what every plan of a card has
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A run whose artifact is measured: the model with its attention, and what its budgets are chosen from."""
+    """A run whose artifact is measured: the model with its attention."""
 
     folder: Path
     artifact: Artifact
     teacher: Teacher
     attached: Attached
     positional: Pattern
-    points: list[Points]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -77,17 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     texts = {tokens: _texts(teacher, options, tokens) for tokens in options.tokens}
     result: dict[str, Any] = {"about": _about(options, artifacts.values()), "rows": []}
     with progress() as on_progress:
-        opened = functools.cache(functools.partial(_subject, on_progress=on_progress))
-        routing = functools.cache(functools.partial(_routing, on_progress=on_progress))
+        opened = functools.cache(_subject)
         tables = list(itertools.product(options.tokens, artifacts.items()))
         for tokens, (folder, artifact) in tables[:: -1 if options.last_first else 1]:
-            study = _study(options, opened, routing, folder, artifact, texts[tokens])
-            print(f"\n{study.name}, {len(texts[tokens])} texts")
+            print(f"\n{_name(artifact)}, {tokens} tokens, {len(texts[tokens])} texts")
             print(f"{'':26} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
-            stored = read_run(options.runs / f"{study.name}.json", study.settings)
-            for row in stored["figures"]["rows"] if stored else ():
-                _show(row)
-            result["rows"] += run_studies([study], options.runs, on_progress)[study.name]["figures"]["rows"]
+            rivals = _rivals(options, opened, folder, artifact, texts[tokens], on_progress)
+            dense, *others = _rows_of(rivals, options.runs, on_progress)
+            own = _predicted(options, opened, folder, artifact, texts[tokens], dense["perplexity"], on_progress)
+            rows = [dense, *_rows_of(own, options.runs, on_progress), *others]
+            result["rows"] += [row | {"tokens": tokens, "attention": _name(artifact)} for row in rows]
             if options.json:
                 write_json(options.json, result)
     if options.json:
@@ -95,30 +94,68 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def _study(
+def _rows_of(study: Study, runs: Path, on_progress: OnProgress) -> list[dict[str, Any]]:
+    """The rows of a study, all of which have been printed: as they came, or now."""
+    stored = read_run(runs / f"{study.name}.json", study.settings)
+    for row in stored["figures"]["rows"] if stored else ():
+        _show(row)
+    rows: list[dict[str, Any]] = run_studies([study], runs, on_progress)[study.name]["figures"]["rows"]
+    return rows
+
+
+def _rivals(
     options: argparse.Namespace,
     opened: Callable[[Path], Subject],
-    routing: Callable[[Subject], list[Routing]],
     folder: Path,
     artifact: Artifact,
     texts: list[list[int]],
+    on_progress: OnProgress,
 ) -> Study:
-    """All rows of one run at one length."""
-    first, kind, tokens = folder == options.data[0], _name(artifact), len(texts[0])
-    settings = {"artifact": artifact.card.version, "aims": options.aims, "baselines": first}
-    settings |= {"texts": json_digest({"ids": texts})}
+    """The dense row, the oracle's, and those of others' patterns for the first run: all that no predictor changes."""
+    card, baselines = artifact.card, folder == options.data[0]
+    settings = {name: getattr(card, name) for name in ("teacher_fingerprint", "alpha", *PLANS)}
+    settings |= {"delta": delta_hash(artifact), "scale": json_digest({"scale": card.head_scale})}
+    settings |= {"aims": options.aims, "baselines": baselines, "texts": json_digest({"ids": texts})}
+    count = 1 + len(options.aims) + baselines * FAMILIES * len(BASELINE_AIMS)
 
     def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = []
-        total = 1 + 2 * len(options.aims) + first * FAMILIES * len(BASELINE_AIMS)
         subject = opened(folder)
-        for found in _rows(subject, texts, options.aims, routing(subject) if first else None):
-            rows.append(found | {"tokens": tokens, "attention": kind})
-            _show(rows[-1])
-            on_step(len(rows), total)
-        return {"rows": rows}
+        routing = _routing(subject, on_progress) if baselines else None
+        return {"rows": _shown(_rival_rows(subject, texts, options.aims, routing), count, on_step)}
 
-    return Study(f"{kind}-{tokens}", settings, make)
+    return Study(f"rivals-{_name(artifact)}-{len(texts[0])}", settings, make)
+
+
+def _predicted(
+    options: argparse.Namespace,
+    opened: Callable[[Path], Subject],
+    folder: Path,
+    artifact: Artifact,
+    texts: list[list[int]],
+    dense: float,
+    on_progress: OnProgress,
+) -> Study:
+    """The rows of the artifact's predictor; dense: the perplexity that they are compared with."""
+    settings = {"artifact": artifact.card.version, "aims": options.aims, "texts": json_digest({"ids": texts})}
+
+    def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
+        subject, seen = opened(folder), list[LayerInput]()
+        points = _points(subject, on_progress)
+        _measure(subject.teacher, subject.attached, Row("dense", None, None), texts[:1], seen.append)
+        made = predicted(artifact.layers, points, seen, subject.positional, artifact.card.tile_size, options.aims)
+        return {"rows": _shown((_compared(subject, row, texts, dense) for row in made), len(options.aims), on_step)}
+
+    return Study(f"predicted-{_name(artifact)}-{len(texts[0])}", settings, make)
+
+
+def _shown(rows: Iterable[dict[str, Any]], count: int, on_step: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """All rows, each printed when it comes."""
+    found = []
+    for row in rows:
+        _show(row)
+        found.append(row)
+        on_step(len(found), count)
+    return found
 
 
 def _show(row: dict[str, Any]) -> None:
@@ -132,19 +169,23 @@ def _name(artifact: Artifact) -> str:
     return "softmax" if artifact.card.alpha == 1 else f"{artifact.card.alpha}-entmax"
 
 
-def _subject(folder: Path, on_progress: OnProgress) -> Subject:
+def _subject(folder: Path) -> Subject:
     artifact = load(folder / "artifact")
     teacher = load_teacher(artifact.card.teacher)
-    card, heldout, positional = artifact.card, folder / "shards" / "heldout", positional_of(artifact.card)
-    points = held_points(
+    return Subject(folder, artifact, teacher, attach_artifact(teacher, artifact), positional_of(artifact.card))
+
+
+def _points(subject: Subject, on_progress: OnProgress) -> list[Points]:
+    """What the budgets of the heads are chosen from."""
+    heldout = subject.folder / "shards" / "heldout"
+    return held_points(
         heldout,
-        [cuttable(layer) for layer in artifact.layers],
-        positional,
-        card.tile_size,
+        [cuttable(layer) for layer in subject.artifact.layers],
+        subject.positional,
+        subject.artifact.card.tile_size,
         calibration_items(read_manifest(heldout)["instances"]),
         on_layer=lambda done, n: on_progress("points", done, n),
     )
-    return Subject(folder, artifact, teacher, attach_artifact(teacher, artifact), positional, points)
 
 
 def _routing(subject: Subject, on_progress: OnProgress) -> list[Routing]:
@@ -157,12 +198,12 @@ def _routing(subject: Subject, on_progress: OnProgress) -> list[Routing]:
     return found
 
 
-def _rows(
+def _rival_rows(
     subject: Subject, texts: list[list[int]], aims: Sequence[float], routing: list[Routing] | None
 ) -> Iterator[dict[str, Any]]:
-    """All rows of one model, the dense one first, which the others are compared with; routing: None = no baselines."""
-    card, positional, seen = subject.artifact.card, subject.positional, list[LayerInput]()
-    oracle = PooledMass(positional, card.tile_size)
+    """The dense row first, which the others are compared with; routing: None = no baselines."""
+    card, seen = subject.artifact.card, list[LayerInput]()
+    oracle = PooledMass(subject.positional, card.tile_size)
 
     def watch(call: LayerInput) -> None:
         oracle.see(call)
@@ -170,16 +211,17 @@ def _rows(
 
     dense = _measure(subject.teacher, subject.attached, Row("dense", None, None), texts, watch)
     yield dense | {"to_dense": 1.0}
-    rows = [
-        predicted(subject.artifact.layers, subject.points, seen, positional, card.tile_size, aims),
-        oracle.rows(aims),
-    ]
+    rows = [oracle.rows(aims)]
     if routing is not None:
         rows.append(positional_rows(len(texts[0]), card.heads, card.tile_size, BASELINE_AIMS))
-        rows.append(content_rows(seen, routing, positional, card.tile_size, BASELINE_AIMS))
+        rows.append(content_rows(seen, routing, subject.positional, card.tile_size, BASELINE_AIMS))
     for row in itertools.chain(*rows):
-        found = _measure(subject.teacher, subject.attached, row, texts)
-        yield found | {"to_dense": found["perplexity"] / dense["perplexity"]}
+        yield _compared(subject, row, texts, dense["perplexity"])
+
+
+def _compared(subject: Subject, row: Row, texts: list[list[int]], dense: float) -> dict[str, Any]:
+    found = _measure(subject.teacher, subject.attached, row, texts)
+    return found | {"to_dense": found["perplexity"] / dense}
 
 
 @torch.no_grad()
