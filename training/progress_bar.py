@@ -1,4 +1,4 @@
-"""How long commands say what they are doing: a bar on a terminal, a line for every new task elsewhere."""
+"""How long commands say what they are doing: a bar on a terminal, elsewhere one line for every task."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
     """Gives `on_progress(what, done, total)`, which writes to stderr."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    last = [""]
+    said: set[str] = set()  # tasks that run side by side report in turn
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task("starting", total=None)
 
         def on_progress(what: str, done: int, total: int) -> None:
             bars.update(bar, description=what, completed=done, total=total)
-            if what != last[0] and not console.is_terminal:
+            if what not in said and not console.is_terminal:
                 console.print(f"{what} ({done} of {total})", highlight=False)
-            last[0] = what
+            said.add(what)
 
         yield on_progress
