@@ -250,7 +250,7 @@ def smollm2() -> RunConfig:
         ExtractConfig(
             teacher="smollm2", tokens=2048, instances=12, heldout_instances=6, shard_size=1, alpha=1.0
         ),
-        FitConfig(rank=8, tile_size=8, tiles=64, window_size=33),
+        FitConfig(rank=8, tile_size=32, tiles=16, window_size=33),
         Target("density", 0.25),
     )  # fmt: skip
 
