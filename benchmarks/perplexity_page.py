@@ -27,9 +27,9 @@ Written by `python -m benchmarks.perplexity_page` from [figures/perplexity.json]
 - text: {text}; artifacts: {artifacts}
 
 A cell is *perplexity relative to dense attention of the same kind* @ *computed density*, the share of legal pairs that
-the plan computed (mean over layers, heads and texts), in the column of the density that was aimed at. Every plan holds
-a window of 33 tokens, the first 4 tokens and a tile's own rows, unless a pattern says otherwise. The oracle sees the
-attention that it selects from. Sizes of hashing and routing are chosen by density on the first text.
+the plan computed (mean over layers, heads and texts), in the column of the density that was aimed at. Our rows, the
+oracle, hashing and routing hold the window and the first tokens that the artifact serves, and a tile's own rows. The
+oracle sees the attention that it selects from. Sizes of hashing and routing are chosen by density on the first text.
 
 ![perplexity](figures/perplexity.png)
 """
@@ -57,7 +57,7 @@ def page(result: dict[str, Any]) -> str:
             for name in dict.fromkeys(row["row"] for row in rows if row["aim"] is not None)
         ]
         parts.append(f"## {kind}, {tokens} tokens: dense {dense['perplexity']:.2f} ({len(dense['of_texts'])} texts)\n")
-        parts.append(table(["keys chosen by", *(f"aim {aim:.0%}" for aim in aims)], lines))
+        parts.append(table(["keys chosen by", *(f"aim {aim:.0%}" for aim in aims)], lines) + "\n")
         parts.append(_at_goal(rows, GOAL_DENSITY.get((kind, tokens))))
     return "\n".join(part for part in parts if part) + "\n"
 
@@ -102,7 +102,7 @@ def _at_goal(rows: Sequence[Row], density: float | None) -> str:
         return ""
     found = {name: loss_at(rows, name, density) for name in ("predicted", "oracle: pooled attention")}
     told = [f"{name} {'not measured' if loss is None else format(loss - 1, '+.1%')}" for name, loss in found.items()]
-    return f"\nBetween the settings, at {density:.0%} computed density: {', '.join(told)}.\n"
+    return f"Between the settings, at {density:.0%} computed density: {', '.join(told)}.\n"
 
 
 def _cell(rows: Sequence[Row], name: str, aim: float) -> str:
