@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.perplexity import held_out_texts
 from sparsefinder.artifact import load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.hf import Attached, attach
 from sparsefinder.teacher import Teacher, load_teacher
 from training.config import FinetuneConfig, finetune_config
-from training.corpus import chunk_tokens, default_texts, read_texts
+from training.corpus import chunk_tokens, default_texts
 from training.finetune import Density, finetune
 from training.head_scale import fit_head_scale
 from training.pipeline import spread
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
     original = load_teacher(options.teacher)
     result: dict[str, Any] = {"about": _about(options), "rows": []}
-    texts = {tokens: _texts(original, options, tokens) for tokens in options.tokens}
+    texts = {
+        tokens: held_out_texts(original, options.text, tokens, options.texts, options.seed) for tokens in options.tokens
+    }
     print(f"{'':26} {'tokens':>6} {'density':>8} {'perplexity':>11} {'to softmax':>11}")
     softmax: dict[int, float] = {}
     for name, made in _stages(options, original):
@@ -110,13 +113,6 @@ def perplexity_of(teacher: Teacher, attached: Attached, texts: Sequence[Sequence
         losses.append(float(torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:])))
         shares.append(density.mean() if attached.alpha > 1 else 1.0)
     return math.exp(sum(losses) / len(losses)), sum(shares) / len(shares)
-
-
-def _texts(teacher: Teacher, options: argparse.Namespace, tokens: int) -> list[list[int]]:
-    """The texts that `benchmarks.perplexity` reads."""
-    texts = read_texts([str(path) for path in options.text]) if options.text else default_texts("heldout")
-    whole = [chunk for chunk in chunk_tokens(teacher, texts, tokens) if len(chunk) == tokens]
-    return spread(whole, options.texts, options.seed + 1)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

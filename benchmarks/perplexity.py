@@ -74,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = _options(arguments)
     artifacts = {folder: load(folder / "artifact") for folder in options.data}
     teacher = load_teacher(artifacts[options.data[0]].card.teacher)
-    texts = {tokens: _texts(teacher, options, tokens) for tokens in options.tokens}
+    texts = {
+        tokens: held_out_texts(teacher, options.text, tokens, max(options.least, options.read // tokens), options.seed)
+        for tokens in options.tokens
+    }
     result: dict[str, Any] = {"about": _about(options, artifacts.values()), "rows": []}
     with progress() as on_progress:
         opened = functools.cache(_subject)
@@ -105,7 +108,7 @@ def _rows_of(study: Study, runs: Path, on_progress: OnProgress) -> list[dict[str
 
 def _rivals(
     options: argparse.Namespace,
-    opened: Callable[[Path], Subject],
+    opened: Callable[[Path, Artifact], Subject],
     folder: Path,
     artifact: Artifact,
     texts: list[list[int]],
@@ -119,7 +122,7 @@ def _rivals(
     count = 1 + len(options.aims) + baselines * FAMILIES * len(BASELINE_AIMS)
 
     def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
-        subject = opened(folder)
+        subject = opened(folder, artifact)
         routing = _routing(subject, on_progress) if baselines else None
         return {"rows": _shown(_rival_rows(subject, texts, options.aims, routing), count, on_step)}
 
@@ -128,7 +131,7 @@ def _rivals(
 
 def _predicted(
     options: argparse.Namespace,
-    opened: Callable[[Path], Subject],
+    opened: Callable[[Path, Artifact], Subject],
     folder: Path,
     artifact: Artifact,
     texts: list[list[int]],
@@ -139,7 +142,7 @@ def _predicted(
     settings = {"artifact": artifact.card.version, "aims": options.aims, "texts": json_digest({"ids": texts})}
 
     def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
-        subject, seen = opened(folder), list[LayerInput]()
+        subject, seen = opened(folder, artifact), list[LayerInput]()
         points = _points(subject, on_progress)
         _measure(subject.teacher, subject.attached, Row("dense", None, None), texts[:1], seen.append)
         made = predicted(artifact.layers, points, seen, subject.positional, artifact.card.tile_size, options.aims)
@@ -169,8 +172,7 @@ def _name(artifact: Artifact) -> str:
     return "softmax" if artifact.card.alpha == 1 else f"{artifact.card.alpha}-entmax"
 
 
-def _subject(folder: Path) -> Subject:
-    artifact = load(folder / "artifact")
+def _subject(folder: Path, artifact: Artifact) -> Subject:
     teacher = load_teacher(artifact.card.teacher)
     return Subject(folder, artifact, teacher, attach_artifact(teacher, artifact), positional_of(artifact.card))
 
@@ -258,10 +260,11 @@ def _measure(
     }
 
 
-def _texts(teacher: Teacher, options: argparse.Namespace, tokens: int) -> list[list[int]]:
-    texts = read_texts([str(path) for path in options.text]) if options.text else default_texts("heldout")
+def held_out_texts(teacher: Teacher, files: Sequence[Path], tokens: int, count: int, seed: int) -> list[list[int]]:
+    """So many whole chunks of these files (none = the embedded default), spread over all of it."""
+    texts = read_texts([str(path) for path in files]) if files else default_texts("heldout")
     whole = [chunk for chunk in chunk_tokens(teacher, texts, tokens) if len(chunk) == tokens]
-    return spread(whole, max(options.least, options.read // tokens), options.seed + 1)
+    return spread(whole, count, seed + 1)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import training.finetune_run as run
 import training.finetune_state as finetune_state
-from benchmarks import entmax_twin
+from benchmarks import entmax_twin, perplexity
 from sparsefinder.artifact import load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.entmax import entmax
@@ -270,7 +270,8 @@ def test_from_finetuning_to_a_calibrated_predictor(
 def test_the_table_of_steps_names_them_and_starts_at_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     g = torch.Generator().manual_seed(0)
     words = [" ".join(f"w{i}" for i in torch.randint(50, (400,), generator=g).tolist()) for _ in range(4)]
-    monkeypatch.setattr(entmax_twin, "default_texts", lambda *_: words)
+    for module in (entmax_twin, perplexity):
+        monkeypatch.setattr(module, "default_texts", lambda *_: words)
     rows = entmax_twin.main(["--teacher", str(folder), "--quick", "--loop-steps", "2"])["rows"]
     assert [row["row"] for row in rows] == [
         "softmax", "entmax, one scale 0.25", "scale per head, local", "scale per head, closed loop",

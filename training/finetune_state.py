@@ -37,7 +37,6 @@ class State:
             kept = optimizer.state[weight]
             tensors |= {f"{number}.{name}": kept[name] for name in MOMENTS if name in kept} | {f"{number}": weight}
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(self.path, tensors, {"step": str(step), "about": self._digest(), "seconds": str(self.seconds())})
 
     def kept(self) -> bool:

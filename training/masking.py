@@ -94,7 +94,8 @@ def kept_draws(
             for done, texts in enumerate(items, start):
                 on_progress(done, batches)
                 found.append(draw(teacher, texts, share, generator))
-            _write(path, joined(found))
+            drawn = joined(found)
+            write_tensors(path, {"hidden": drawn.hidden, "words": drawn.words})
         parts.append(_read(path))
         on_progress(stop, batches)
     return joined(parts)
@@ -103,14 +104,6 @@ def kept_draws(
 def joined(parts: Sequence[Draws]) -> Draws:
     """All positions of several draws."""
     return Draws(torch.cat([part.hidden for part in parts]), torch.cat([part.words for part in parts]))
-
-
-def _write(path: Path, draws: Draws) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{path.parent}: expected a folder that can be written, got {error.strerror}") from None
-    write_tensors(path, {"hidden": draws.hidden, "words": draws.words})
 
 
 def _read(path: Path) -> Draws:
