@@ -17,7 +17,7 @@ from training.config import KINDS, ExtractConfig, FitConfig, minilm
 from training.fit import calibration_items, measuring_items
 
 SMALL = ["--tokens", "24", "--instances", "6", "--heldout", "4"]
-QUICK = ["--steps", "4", "--tile-size", "8", "--window", "3"]
+QUICK = ["--steps", "4", "--tile-size", "8", "--tiles", "2", "--window", "3"]
 
 
 def invoke(*arguments):
@@ -67,6 +67,7 @@ def test_a_run_writes_an_artifact_and_says_where(done, teacher):
     assert len(card.calibration["plan"]["heads"]["recall"]) == 2
     assert card.calibration["curve"]["listwise-r4"]["sparsity"][0] == 0.5
     assert card.training["fit"]["text_sha256"]
+    assert [card.training["fit"]["config"][name] for name in ("steps", "tile_size", "tiles")] == [4, 8, 2]
     assert set(artifact.projections) == {"listwise-r4", "hinge-r2", "logistic-r2", "bilinear-r2"}
     assert {"hinge-r2-b8", "logistic-r2-b16"} <= set(artifact.centroids)
     assert {"listwise-r4", "listwise-r4-distance", "hinge-r2", "bilinear-r2"} <= set(artifact.thresholds)

@@ -38,6 +38,7 @@ from training.cli_options import (
     Steps,
     Teacher,
     Text,
+    Tiles,
     TileSize,
     Tokens,
     Top,
@@ -116,6 +117,7 @@ def fit(
     top: Top = None,
     steps: Steps = None,
     tile_size: TileSize = None,
+    tiles: Tiles = None,
     window: Window = None,
     also: Also = None,
     seed: Seed = FIT.seed,
@@ -156,6 +158,7 @@ def run(
     top: Top = None,
     steps: Steps = None,
     tile_size: TileSize = None,
+    tiles: Tiles = None,
     window: Window = None,
     also: Also = None,
     seed: Seed = FIT.seed,
@@ -228,7 +231,7 @@ def _extract_config(
     return replace(base, **{name: value for name, value in changed.items() if value is not None})
 
 
-FIT_OPTIONS = ("objective", "rank", "shared", "clusters", "top", "steps", "tile_size", "seed")
+FIT_OPTIONS = ("objective", "rank", "shared", "clusters", "top", "steps", "tile_size", "tiles", "seed")
 
 
 def _fit_config(*, teacher: str, **options: Any) -> FitConfig:

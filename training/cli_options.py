@@ -48,5 +48,9 @@ Steps = Annotated[int | None, Option(min=1, help=f"Optimizer steps for each laye
 TileSize = Annotated[
     int | None, Option(min=1, max=128, help=f"Query rows that share one key list; {OWN} {FIT.tile_size}.")
 ]
+Tiles = Annotated[
+    int | None, Option(min=1, help="Tiles of each instance that a step of `listwise` reads, evenly spread; "
+                       f"{OWN} all of them.")
+]  # fmt: skip
 Window = Annotated[int | None, Option("--window", min=0, help=f"Window size, odd, 0 = none; {OWN} {FIT.window_size}.")]
 Also = Annotated[list[str] | None, Option(help="Further maps to keep, such as hinge:4; may be repeated.")]
