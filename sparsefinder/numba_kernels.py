@@ -1,11 +1,13 @@
 """How every numba kernel of this package is compiled: cached on disk, one parallel region at a time.
 
-Two traps are closed here. numba raises at import where its cache folder cannot be written, so a writable one is chosen
-first; and its `workqueue` threading layer kills the process when two threads enter a parallel kernel at once, so one
-lock surrounds them all.
+Three traps are closed here. numba raises at import where its cache folder cannot be written, so a writable one is chosen
+first. It compiles a kernel anew only when that kernel's own file has changed, not when a helper in another file has, so
+every state of the package has a cache folder of its own. And its `workqueue` threading layer kills the process when two
+threads enter a parallel kernel at once, so one lock surrounds them all.
 """
 
 import functools
+import hashlib
 import inspect
 import os
 import tempfile
@@ -25,12 +27,24 @@ def _writable(folder: Path) -> bool:
 
 
 def choose_cache_folder() -> Path | None:
-    """The first writable folder among NUMBA_CACHE_DIR, the user's cache folder and the temporary folder."""
+    """For this state of the package: in NUMBA_CACHE_DIR, the user's cache folder or the temporary one, if writable."""
     asked = os.environ.get("NUMBA_CACHE_DIR")
     candidates = [Path(asked)] if asked else []
     candidates.append(Path(os.environ.get("XDG_CACHE_HOME", Path("~/.cache").expanduser())) / "sparsefinder" / "numba")
     candidates.append(Path(tempfile.gettempdir()) / f"sparsefinder-numba-{os.getuid()}")
-    return next((folder for folder in candidates if _writable(folder)), None)
+    state = package_state(Path(__file__).parent)
+    # What a process hands to those that it starts names the state already.
+    states = (folder if folder.name == state else folder / state for folder in candidates)
+    return next((folder for folder in states if _writable(folder)), None)
+
+
+def package_state(package: Path) -> str:
+    """A name for the modules of a package as they are now: their names, sizes and times."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        stat = path.stat()
+        found.update(f"{path.relative_to(package)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return found.hexdigest()[:16]
 
 
 _CACHE_FOLDER = choose_cache_folder()
@@ -65,6 +79,13 @@ def inline_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a helper that parallel kernels call (no lock, no threads of its own)."""
     plain = inspect.unwrap(function)
     compiled: Callable[..., Any] = numba.njit(fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
+    return compiled
+
+
+def quick_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a helper whose numbers are never NaN or infinite, or whose answer is not used where they are."""
+    plain = inspect.unwrap(function)
+    compiled: Callable[..., Any] = numba.njit(fastmath=True, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
     return compiled
 
 

@@ -1,7 +1,7 @@
-"""Attention over a plan on the CPU: a tile's keys are gathered once, its scores stay in cache, only plan pairs exist.
+"""Attention over a plan on the CPU: a tile's scores stay in cache, only pairs of the plan exist, nothing is gathered.
 
-The products are written as loops on purpose: numba's `np.dot` calls OpenBLAS, which starts threads of its own inside
-the parallel loop, and even held to one thread it was slower than these loops on blocks of this size.
+A tile's list is read in the order of the first row that may read a key, so that every row of a causal tile reads some
+first part of it, and what later rows read moves no bit of an earlier one.
 """
 
 import numpy as np
@@ -10,13 +10,17 @@ from numba import prange
 from torch import Tensor
 
 from sparsefinder.attention.call import Call
+from sparsefinder.attention.cpu_blocks import LANES, MIX_ROWS, MIX_VECTORS, mix_block, score_block
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 from sparsefinder.plan import Plan
-from sparsefinder.rows import climb
+from sparsefinder.rows import climb, highest
 from sparsefinder.threads import threads_for
 
-BLOCK = 64  # keys scored at once: with 64 dims a block is 16 KB, half of a common L1 cache
+COLUMNS = LANES * MIX_VECTORS
+MIX_KEYS = 128  # so many keys' values are mixed into all rows of a tile while the first cache holds them
 BRACKET_STEPS = 60
+LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
+LEAST = np.float32(-87)  # exp of less is no normal number of float32
 
 
 def attend_cpu(call: Call, plan: Plan) -> Tensor:
@@ -26,6 +30,8 @@ def attend_cpu(call: Call, plan: Plan) -> Tensor:
     lengths = plan.offsets.diff()
     if not lengths.shape[0] or not int(lengths.max()):
         return out
+    if call.alpha == 1 and v.shape[3] % COLUMNS:
+        v = np.pad(v, [(0, 0)] * 3 + [(0, -v.shape[3] % COLUMNS)])
     tiles = [x.numpy() for x in (plan.tile_batch, plan.tile_head, plan.tile_start, plan.tile_rows)]
     lists = [x.numpy() for x in (plan.offsets, plan.keys, plan.first_row)]
     width, height = int(lengths.max()), int(plan.tile_rows.max())
@@ -40,38 +46,38 @@ def attend_cpu(call: Call, plan: Plan) -> Tensor:
 
 
 @inline_kernel
+def order_keys(keys, first_row, rows, listed, ends):  # type: ignore[no-untyped-def]
+    """The keys by the first row that may read them: row `r` may read `listed[: ends[r]]`. Then some that fill up."""
+    ends[:rows] = 0
+    for c in range(keys.shape[0]):
+        ends[first_row[c]] += 1
+    total = 0
+    for r in range(rows):
+        count = ends[r]
+        ends[r] = total
+        total += count
+    for c in range(keys.shape[0]):
+        listed[ends[first_row[c]]] = keys[c]
+        ends[first_row[c]] += 1
+    listed[total : total + LANES] = listed[total - 1]
+
+
+@inline_kernel
 def load_queries(q, scale, scaled):  # type: ignore[no-untyped-def]
-    """The tile's queries times the scale; rows and dims that only fill up are zero."""
+    """The tile's queries times the scale, transposed; lanes that only fill up are zero."""
     scaled[:] = 0
     for r in range(q.shape[0]):
         for d in range(q.shape[1]):
-            scaled[r, d] = q[r, d] * scale
+            scaled[d, r] = q[r, d] * scale
 
 
 @inline_kernel
-def load_keys(k, keys, block):  # type: ignore[no-untyped-def]
-    """The listed keys, transposed, so that the loops over keys below run over neighbours in memory."""
-    for c in range(keys.shape[0]):
-        row = k[keys[c]]
-        for d in range(row.shape[0]):
-            block[d, c] = row[d]
-
-
-@inline_kernel
-def score_pair(query, other, block, scores, others):  # type: ignore[no-untyped-def]
-    """Scores of two rows against a block of keys, four dims at a time: eight products for every six loads."""
-    n = scores.shape[0]
-    for c in range(n):
-        scores[c] = 0
-        others[c] = 0
-    for d in range(0, block.shape[0], 4):
-        k0, k1, k2, k3 = block[d], block[d + 1], block[d + 2], block[d + 3]
-        a0, a1, a2, a3 = query[d], query[d + 1], query[d + 2], query[d + 3]
-        b0, b1, b2, b3 = other[d], other[d + 1], other[d + 2], other[d + 3]
-        for c in range(n):
-            x0, x1, x2, x3 = k0[c], k1[c], k2[c], k3[c]
-            scores[c] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-            others[c] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+def score_tile(scaled, k, listed, ends, rows, scores):  # type: ignore[no-untyped-def]
+    """Scores of the tile's rows in blocks; a block that none of its rows may read is left out."""
+    for at in range(0, ends[rows - 1], LANES):
+        for r in range(0, rows, LANES):
+            if at < ends[min(r + LANES, rows) - 1]:
+                score_block(scaled, r, k, listed, at, scores)
 
 
 @inline_kernel
@@ -129,34 +135,6 @@ def general_weights(scores, top, order, index, weight):  # type: ignore[no-untyp
 
 
 @inline_kernel
-def row_weights(scores, top, alpha, step_floor, index, weight):  # type: ignore[no-untyped-def]
-    """Weights of one row and the places they belong to, without the zeros; how many there are."""
-    zero = scores.dtype.type(0)
-    if alpha == 1.5:
-        n = entmax15_weights(scores, top, step_floor, index, weight)
-    elif alpha == 1.0:
-        n = 0
-        for c in range(scores.shape[0]):  # a later row's key has −inf here: left out, so it moves no bit of the sum
-            index[n] = c
-            weight[n] = scores[c]
-            n += scores[c] > -np.inf
-        total = zero
-        for c in range(n):
-            weight[c] = np.exp(weight[c] - top)
-            total += weight[c]
-        for c in range(n):
-            weight[c] /= total
-    else:
-        n = general_weights(scores, top, alpha - 1, index, weight)
-    kept = 0
-    for c in range(n):
-        index[kept] = index[c]
-        weight[kept] = weight[c]
-        kept += weight[c] > zero
-    return kept
-
-
-@inline_kernel
 def mix_values(v, keys, index, weight, out):  # type: ignore[no-untyped-def]
     """`out = Σ weight · v` over the non-zero weights, four values at a time."""
     n = index.shape[0]
@@ -174,22 +152,76 @@ def mix_values(v, keys, index, weight, out):  # type: ignore[no-untyped-def]
 
 
 @inline_kernel
-def finish_row(scores, r, first_row, late, keys, v, alpha, step_floor, index, weight, out):  # type: ignore[no-untyped-def]
-    """From the scores of one row to its output. Not finite scores (overflow) give NaN, never a silent wrong row."""
-    infinity = scores.dtype.type(np.inf)
-    if late:
-        for c in range(scores.shape[0]):
-            scores[c] = scores[c] if first_row[c] <= r else -infinity
-    top = -infinity
-    bad = 0
-    for c in range(scores.shape[0]):
-        top = max(top, scores[c])
-        bad += scores[c] != scores[c]
-    if bad > 0 or top == infinity:
-        out[:] = np.nan
-    elif top > -infinity:
-        n = row_weights(scores, top, alpha, step_floor, index, weight)
-        mix_values(v, keys, index[:n], weight[:n], out)
+def entmax_tile(scores, ends, rows, v, keys, alpha, step_floor, index, weight, out):  # type: ignore[no-untyped-def]
+    """From scores to outputs, row by row: few weights are not zero, and only their values are read."""
+    for r in range(rows):
+        row = scores[r, : ends[r]]
+        top, bad = highest(row)
+        if bad:
+            out[r] = np.nan
+        elif ends[r]:
+            if alpha == 1.5:
+                n = entmax15_weights(row, top, step_floor, index, weight)
+            else:
+                n = general_weights(row, top, alpha - 1, index, weight)
+            kept = 0
+            for c in range(n):
+                index[kept] = index[c]
+                weight[kept] = weight[c]
+                kept += weight[c] > scores.dtype.type(0)
+            mix_values(v, keys, index[:kept], weight[:kept], out[r])
+
+
+@inline_kernel
+def exponentials(row, top, bits, powers):  # type: ignore[no-untyped-def]
+    """`exp(row − top)` in its place; the sum. float32: 2ⁿ by its bits times a Taylor sum of a part below ln 2 / 2.
+
+    bits: the memory of `powers` as integers.
+    """
+    if row.itemsize == 4:
+        one = np.float32(1)
+        for c in range(row.shape[0]):
+            x = max(row[c] - top, LEAST)
+            n = np.floor(x * LOG2_E + np.float32(0.5))
+            x -= n * LN_2
+            tail = one + x / np.float32(5) * (one + x / np.float32(6) * (one + x / np.float32(7)))
+            tail = one + x / np.float32(3) * (one + x / np.float32(4) * tail)
+            bits[c] = (np.int32(n) + np.int32(127)) << np.int32(23)
+            row[c] = one + x * (one + x / np.float32(2) * tail) if row[c] - top > LEAST else np.float32(0)
+        for c in range(row.shape[0]):
+            row[c] *= powers[c]
+    else:
+        for c in range(row.shape[0]):
+            row[c] = np.exp(row[c] - top)
+    total = row.dtype.type(0)
+    for c in range(row.shape[0]):
+        total += row[c]
+    return total
+
+
+@inline_kernel
+def softmax_tile(scores, ends, rows, v, keys, bits, powers, mixed, totals, out):  # type: ignore[no-untyped-def]
+    """From scores to outputs: no weight is zero, so all values are mixed, in blocks."""
+    width = ends[rows - 1]
+    for r in range((rows + MIX_ROWS - 1) // MIX_ROWS * MIX_ROWS):
+        end = ends[r] if r < rows else 0
+        if end:
+            top, bad = highest(scores[r, :end])
+            totals[r] = np.nan if bad else exponentials(scores[r, :end], top, bits, powers)
+            end = 0 if bad else end
+        scores[r, end:width] = 0
+    mixed[:] = 0
+    for low in range(0, width, MIX_KEYS):
+        for column in range(0, v.shape[1], COLUMNS):
+            for r in range(0, rows, MIX_ROWS):
+                high = min(low + MIX_KEYS, ends[min(r + MIX_ROWS, rows) - 1])
+                if low < high:
+                    mix_block(scores, r, v, keys, low, high, mixed, column)
+    for r in range(rows):
+        if ends[r]:
+            share = 1 / totals[r]
+            for d in range(out.shape[1]):
+                out[r, d] = mixed[r, d] * share
 
 
 @parallel_kernel
@@ -219,26 +251,25 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     """
     biased = bias.shape[2] > 1 or bias.shape[3] > 1
     group = q.shape[1] // k.shape[1]
-    dims = (q.shape[3] + 3) // 4 * 4
+    high, wide = (height + LANES - 1) // LANES * LANES, (width + LANES - 1) // LANES * LANES
     for p in prange(parts):
-        scaled = np.zeros((height + 1, dims), q.dtype)
-        block = np.zeros((dims, BLOCK), q.dtype)
-        scores = np.empty((height + 1, width), q.dtype)
-        index = np.empty(width + 1, np.int32)
-        weight = np.empty(width + 1, q.dtype)
+        scaled = np.zeros((q.shape[3], high), q.dtype)
+        scores = np.empty((high, wide), q.dtype)
+        mixed, totals = np.empty((high, v.shape[3]), q.dtype), np.empty(high, q.dtype)
+        listed, ends = np.empty(width + LANES, np.int32), np.empty(height, np.int64)
+        index, weight, bits = np.empty(width + 1, np.int32), np.empty(width + 1, q.dtype), np.empty(width, np.int32)
         for t in range(p, batch.shape[0], parts):
             b, h, s, n = batch[t], head[t], start[t], rows[t]
-            mine, first = keys[offsets[t] : offsets[t + 1]], first_row[offsets[t] : offsets[t + 1]]
-            k_head, v_head = k[b, h // group], v[b, h // group]
+            part = slice(offsets[t], offsets[t + 1])
+            if part.start == part.stop:
+                continue
+            order_keys(keys[part], first_row[part], n, listed, ends)
             load_queries(q[b, h, s : s + n], scales[h], scaled)
-            for low in range(0, mine.shape[0], BLOCK):
-                high = min(low + BLOCK, mine.shape[0])
-                load_keys(k_head, mine[low:high], block)
-                for r in range(0, n, 2):
-                    score_pair(scaled[r], scaled[r + 1], block, scores[r, low:high], scores[r + 1, low:high])
+            score_tile(scaled, k[b, h // group], listed, ends, n, scores)
             if biased:
-                add_bias(bias[b if bias.shape[0] > 1 else 0, h, s : s + n], mine, scores)
-            late = first.shape[0] > 0 and first.max() > 0
-            for r in range(n):
-                line = scores[r, : mine.shape[0]]
-                finish_row(line, r, first, late, mine, v_head, alpha, step_floor, index, weight, out[b, h, s + r])
+                add_bias(bias[b if bias.shape[0] > 1 else 0, h, s : s + n], listed[: ends[n - 1]], scores)
+            values, place = v[b, h // group], out[b, h, s : s + n]
+            if alpha == 1.0:
+                softmax_tile(scores, ends, n, values, listed, bits, bits.view(np.float32), mixed, totals, place)
+            else:
+                entmax_tile(scores, ends, n, values, listed, alpha, step_floor, index, weight, place)
