@@ -15,10 +15,11 @@ from sparsefinder.errors import DataError, NonFiniteError, PatternError
 from sparsefinder.patterns.algebra import Pattern, context_of
 from sparsefinder.patterns.heads import at_layer
 from sparsefinder.patterns.legal import Legal, first_real
-from sparsefinder.plan import Plan, build_plan, global_counts
+from sparsefinder.plan import Plan, build_plan
 from sparsefinder.predictors import Predictor, Tiles, layer_plan, ranks_over_sequence
-from sparsefinder.predictors.tiles import fill_cpu
+from sparsefinder.predictors.tiles_cpu import fill_cpu
 from sparsefinder.predictors.tokens import best_of
+from sparsefinder.query_tiles import global_counts
 from sparsefinder.shapes import head_tiles
 
 LAST_KEYS = 32  # that must be the ones of the step before, so that another text in the cache is noticed

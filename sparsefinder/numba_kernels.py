@@ -1,9 +1,9 @@
 """How every numba kernel of this package is compiled: cached on disk, one parallel region at a time.
 
-Three traps are closed here. numba raises at import where its cache folder cannot be written, so a writable one is chosen
-first. It compiles a kernel anew only when that kernel's own file has changed, not when a helper in another file has, so
-every state of the package has a cache folder of its own. And its `workqueue` threading layer kills the process when two
-threads enter a parallel kernel at once, so one lock surrounds them all.
+Three traps are closed here. numba raises at import where its cache folder cannot be written, so a writable one is
+chosen first. It compiles a kernel anew only when that kernel's own file has changed, not when a helper in another file
+has, so every state of the package has a cache folder of its own. And its `workqueue` threading layer kills the process
+when two threads enter a parallel kernel at once, so one lock surrounds them all.
 """
 
 import functools
@@ -83,9 +83,11 @@ def inline_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def quick_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a helper whose numbers are never NaN or infinite, or whose answer is not used where they are."""
+    """Compile a helper whose numbers are never NaN, or whose answer is not used where they are."""
     plain = inspect.unwrap(function)
-    compiled: Callable[..., Any] = numba.njit(fastmath=True, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
+    compiled: Callable[..., Any] = numba.njit(
+        fastmath=FASTMATH | {"nnan"}, cache=_CACHE_FOLDER is not None, nogil=True
+    )(plain)
     return compiled
 
 

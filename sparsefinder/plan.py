@@ -25,6 +25,7 @@ from sparsefinder.plan_kernels import (
     mark_positions,
     mark_scores,
 )
+from sparsefinder.query_tiles import QueryTiles, global_counts, query_tiles
 from sparsefinder.shapes import head_tiles
 from sparsefinder.threads import threads_for
 
@@ -77,18 +78,6 @@ class ScoreAtLeast:
 Rule = KeysPerTile | ShareOfKeys | ScoreAtLeast
 
 
-@dataclass(frozen=True, eq=False)
-class _Tiles:
-    """The tiles of a plan before it has lists. `index`: which tile of the item's grid; `alone`: one global row."""
-
-    batch: np.ndarray
-    head: np.ndarray
-    start: np.ndarray
-    rows: np.ndarray
-    index: np.ndarray
-    alone: np.ndarray
-
-
 def build_plan(
     pattern: Pattern,
     legal: Legal,
@@ -115,7 +104,7 @@ def build_plan(
     if len(known) != 1:
         raise PatternError(f"build_plan: expected one number of heads (pass heads=...), got {sorted(known)}")
     count = known.pop()
-    tiles = _tiles(legal, head_tiles(tile_size, count), global_counts(pattern, legal))
+    tiles = query_tiles(legal, head_tiles(tile_size, count), global_counts(pattern, legal))
     marks = np.zeros((tiles.start.shape[0], legal.key_real.shape[1]), np.uint8)
     with threads_for(marks.size * max(head_tiles(tile_size, count))):
         _mark(marks, tiles, pattern, legal, context_for(legal, ctx))
@@ -148,7 +137,7 @@ def plan_from_tile_scores(
     if (batch, keys) != tuple(legal.key_real.shape) or rows < tile_count(legal, min(sizes)):
         expected = (legal.key_real.shape[0], heads, tile_count(legal, min(sizes)), legal.key_real.shape[1])
         raise ShapeError(f"scores: expected {expected}, got {tuple(scores.shape)}")
-    tiles = _tiles(legal, sizes, global_counts(extra, legal))
+    tiles = query_tiles(legal, sizes, global_counts(extra, legal))
     marks = np.zeros((tiles.start.shape[0], keys), np.uint8)
     counts, least = _limits(rule, tiles, legal, heads)
     numbers, real, offset = _contiguous(scores.float()), _contiguous(legal.key_real), legal.query_offset
@@ -210,42 +199,7 @@ def _contiguous(x: Tensor) -> np.ndarray:
     return np.ascontiguousarray(x.detach().cpu().numpy())
 
 
-def global_counts(pattern: Pattern, legal: Legal) -> np.ndarray:
-    """How many global tokens the pattern gives each item of the batch."""
-    counts = np.zeros(legal.key_real.shape[0], np.int64)
-    for leaf in union_leaves(pattern):
-        if isinstance(leaf, GlobalTokens):
-            counts = np.maximum(counts, [int(leaf.of_item(b, legal.key_real)) for b in range(counts.shape[0])])
-    return counts
-
-
-def _tiles(legal: Legal, sizes: tuple[int, ...], globals_: np.ndarray) -> _Tiles:
-    if legal.radius is not None:
-        raise PatternError(f"plan: expected a layer without a sliding window, got one of radius {legal.radius}")
-    first, real = first_real(legal).cpu().numpy(), legal.query_real.cpu().numpy()
-    parts = []
-    for b in range(real.shape[0]):
-        rows = real[b].nonzero()[0]
-        position = rows + legal.query_offset - first[b]
-        is_global = (position >= 0) & (position < globals_[b])
-        grids = {size: _runs(rows, position, is_global, size) for size in set(sizes)}
-        for h, size in enumerate(sizes):
-            start, count, index, alone = grids[size]
-            parts.append((np.full_like(start, b), np.full_like(start, h), start, count, index, alone))
-    return _Tiles(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _runs(rows: np.ndarray, position: np.ndarray, is_global: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
-    """Consecutive real rows of one cell of the grid; a global row is a run of its own."""
-    cell = np.where(is_global, -1 - position, position // size)
-    at = np.ones(rows.shape[0], bool)
-    at[1:] = (np.diff(rows) != 1) | (np.diff(cell) != 0)
-    begin = at.nonzero()[0]
-    count = np.diff(np.append(begin, rows.shape[0]))
-    return rows[begin], count, np.maximum(position[begin] // size, 0), is_global[begin]
-
-
-def _mark(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
+def _mark(marks: np.ndarray, tiles: QueryTiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
     real, offset, causal = _contiguous(legal.key_real), legal.query_offset, legal.causal
     first, radius, others = first_real(legal).cpu().numpy(), -1 if legal.cross else 0, []
     for leaf in union_leaves(pattern):
@@ -262,7 +216,7 @@ def _mark(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx:
         _mark_any(marks, tiles, leaf, legal, ctx)
 
 
-def _mark_any(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
+def _mark_any(marks: np.ndarray, tiles: QueryTiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
     """Any pattern, by its matrix, one item and head at a time."""
     begin = [0, *(np.flatnonzero(np.diff(tiles.batch) | np.diff(tiles.head)) + 1).tolist(), tiles.batch.shape[0]]
     for low, high in pairwise(begin):
@@ -270,7 +224,7 @@ def _mark_any(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, 
         mark_matrix(marks[low:high], tiles.start[low:high], tiles.rows[low:high], _contiguous(matrix), legal.causal)
 
 
-def _limits(rule: Rule, tiles: _Tiles, legal: Legal, heads: int) -> tuple[np.ndarray, np.ndarray]:
+def _limits(rule: Rule, tiles: QueryTiles, legal: Legal, heads: int) -> tuple[np.ndarray, np.ndarray]:
     """The number of keys and the least score of every tile."""
     count = np.full(tiles.start.shape[0], legal.key_real.shape[1], np.int64)
     least = np.full(tiles.start.shape[0], -np.inf, np.float32)
@@ -286,15 +240,24 @@ def _limits(rule: Rule, tiles: _Tiles, legal: Legal, heads: int) -> tuple[np.nda
     return np.ceil(rule.share * visible).astype(np.int64), least
 
 
-def _finish(marks: np.ndarray, tiles: _Tiles, legal: Legal, heads: int) -> Plan:
+def _finish(marks: np.ndarray, tiles: QueryTiles, legal: Legal, heads: int) -> Plan:
     counts = np.empty(marks.shape[0], np.int64)
     count_marks(marks, counts)
-    offsets = np.zeros(marks.shape[0] + 1, np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    keys, first_row = np.empty(int(offsets[-1]), np.int32), np.empty(int(offsets[-1]), np.int32)
+    offsets, keys, first_row = empty_lists(counts)
     list_marks(marks, offsets, keys, first_row)
+    plan = plan_of_lists(tiles, (offsets, keys, first_row), legal, heads)
+    return plan if legal.key_real.device.type == "cpu" else plan_to(plan, legal.key_real.device)
+
+
+def empty_lists(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Room for lists of these lengths: where each begins, keys and first rows."""
+    offsets = np.zeros(counts.shape[0] + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets, np.empty(int(offsets[-1]), np.int32), np.empty(int(offsets[-1]), np.int32)
+
+
+def plan_of_lists(tiles: QueryTiles, lists: tuple[np.ndarray, ...], legal: Legal, heads: int) -> Plan:
+    """The plan on the CPU. lists: offsets, keys and first rows."""
     owners = [torch.from_numpy(x.astype(np.int32)) for x in (tiles.batch, tiles.head, tiles.start, tiles.rows)]
     shape = (legal.query_real.shape[0], heads, legal.query_real.shape[1], legal.key_real.shape[1])
-    lists = [torch.from_numpy(x) for x in (offsets, keys, first_row)]
-    plan = Plan(shape, *owners, *lists)
-    return plan if legal.key_real.device.type == "cpu" else plan_to(plan, legal.key_real.device)
+    return Plan(shape, *owners, *(torch.from_numpy(x) for x in lists))

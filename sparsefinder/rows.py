@@ -32,7 +32,7 @@ def climb(x, step_floor):  # type: ignore[no-untyped-def]
 
 
 @quick_kernel
-def _greatest(x):  # type: ignore[no-untyped-def]
+def greatest(x):  # type: ignore[no-untyped-def]
     """The greatest of a row without NaN: only where those are ruled out, LLVM compares eight numbers at a time."""
     top = x.dtype.type(-np.inf)
     for j in range(x.shape[0]):
@@ -47,7 +47,7 @@ def highest(x):  # type: ignore[no-untyped-def]
     spoilt = 0
     for j in range(x.shape[0]):
         spoilt += not abs(x[j]) < infinity
-    return _greatest(x), spoilt > 0
+    return greatest(x), spoilt > 0
 
 
 @parallel_kernel

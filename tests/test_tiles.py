@@ -6,18 +6,22 @@ import oracles_predict as oracle
 import pytest
 import torch
 from cases_predictors import DIM, HEADS, lists, maps, sequences
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from watching import largest_tensor
 
 from sparsefinder.errors import NonFiniteError
+from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import legal_from_mask, legal_full
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
+from sparsefinder.plan import ScoreAtLeast, plan_from_tile_scores
 from sparsefinder.predictors import (
     Tiles,
     random_projections,
     tile_means,
     tile_scores,
 )
-from sparsefinder.predictors.tiles import _fill_by_item, normalized_scores
+from sparsefinder.predictors.tiles import EVERY_KEY, NO_KEY, _fill_by_item, normalized_scores
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,3 +111,42 @@ def test_a_tile_predictor_refuses_nan_in_real_tokens() -> None:
         (bad_q if broken == "q" else bad_k)[0, 1, 3, 2] = torch.nan
         with pytest.raises(NonFiniteError):
             Tiles(maps("bilinear"), threshold=-3.0).plan(bad_q, bad_k, legal_full(1, 20, 20), Nothing(), 8)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    left=st.booleans(),
+    causal=st.booleans(),
+    form=st.sampled_from(["metric", "bilinear"]),
+    sizes=st.lists(st.sampled_from([1, 3, 8, 16, 32]), min_size=HEADS, max_size=HEADS),
+    cuts=st.lists(st.sampled_from([EVERY_KEY, -5.0, -4.0, -3.0, NO_KEY]), min_size=HEADS, max_size=HEADS),
+    positional=st.sampled_from([Nothing(), Window(0), Window(5), GlobalTokens(2), Window(2) | GlobalTokens(1)]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_plan_from_bits_is_the_plan_from_scores(
+    seed: int,
+    lengths: list[int],
+    left: bool,
+    causal: bool,
+    form: str,
+    sizes: list[int],
+    cuts: list[float],
+    positional: Pattern,
+) -> None:
+    """The quick way keeps no score, and chooses bit for bit what the scores say, padding and all."""
+    torch.manual_seed(seed)
+    most = max(max(lengths), 1) + 3
+    places = torch.arange(most)[None]
+    n = torch.tensor(lengths)[:, None]
+    legal = legal_from_mask(places >= most - n if left else places < n, causal)
+    q, k = torch.randn(len(lengths), HEADS, most, DIM), torch.randn(len(lengths), 2, most, DIM)
+    q, k = (x.masked_fill(~legal.key_real[:, None, :, None], torch.nan) for x in (q, k))
+    tiles = Tiles(maps(form), torch.tensor(cuts), None, torch.linspace(-0.7, 0.3, HEADS))
+    tile_size = torch.tensor(sizes)
+    quick = tiles.plan(q, k, legal, positional, tile_size)
+    scores = normalized_scores(tiles, q, k, legal, tile_size)
+    slow = plan_from_tile_scores(scores, ScoreAtLeast(tuple(cuts)), positional, legal, tile_size)
+    assert quick.shape == slow.shape
+    for name in ("tile_batch", "tile_head", "tile_start", "tile_rows", "offsets", "keys", "first_row"):
+        assert torch.equal(getattr(quick, name), getattr(slow, name)), name

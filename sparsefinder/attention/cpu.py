@@ -10,17 +10,16 @@ from numba import prange
 from torch import Tensor
 
 from sparsefinder.attention.call import Call
-from sparsefinder.attention.cpu_blocks import LANES, MIX_ROWS, MIX_VECTORS, mix_block, score_block
+from sparsefinder.attention.cpu_blocks import MIX_ROWS, MIX_VECTORS, mix_block, score_block
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 from sparsefinder.plan import Plan
 from sparsefinder.rows import climb, highest
 from sparsefinder.threads import threads_for
+from sparsefinder.vector_code import LANES, exp_float32
 
 COLUMNS = LANES * MIX_VECTORS
 MIX_KEYS = 128  # so many keys' values are mixed into all rows of a tile while the first cache holds them
 BRACKET_STEPS = 60
-LOG2_E, LN_2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
-LEAST = np.float32(-87)  # exp of less is no normal number of float32
 
 
 def attend_cpu(call: Call, plan: Plan) -> Tensor:
@@ -173,41 +172,24 @@ def entmax_tile(scores, ends, rows, v, keys, alpha, step_floor, index, weight, o
 
 
 @inline_kernel
-def exponentials(row, top, bits, powers):  # type: ignore[no-untyped-def]
-    """`exp(row − top)` in its place; the sum. float32: 2ⁿ by its bits times a Taylor sum of a part below ln 2 / 2.
-
-    bits: the memory of `powers` as integers.
-    """
-    if row.itemsize == 4:
-        one = np.float32(1)
-        for c in range(row.shape[0]):
-            x = max(row[c] - top, LEAST)
-            n = np.floor(x * LOG2_E + np.float32(0.5))
-            x -= n * LN_2
-            tail = one + x / np.float32(5) * (one + x / np.float32(6) * (one + x / np.float32(7)))
-            tail = one + x / np.float32(3) * (one + x / np.float32(4) * tail)
-            bits[c] = (np.int32(n) + np.int32(127)) << np.int32(23)
-            row[c] = one + x * (one + x / np.float32(2) * tail) if row[c] - top > LEAST else np.float32(0)
-        for c in range(row.shape[0]):
-            row[c] *= powers[c]
-    else:
-        for c in range(row.shape[0]):
-            row[c] = np.exp(row[c] - top)
+def exponentials(row, top):  # type: ignore[no-untyped-def]
+    """`exp(row − top)` in its place; the sum."""
     total = row.dtype.type(0)
     for c in range(row.shape[0]):
+        row[c] = exp_float32(row[c] - top) if row.itemsize == 4 else np.exp(row[c] - top)
         total += row[c]
     return total
 
 
 @inline_kernel
-def softmax_tile(scores, ends, rows, v, keys, bits, powers, mixed, totals, out):  # type: ignore[no-untyped-def]
+def softmax_tile(scores, ends, rows, v, keys, mixed, totals, out):  # type: ignore[no-untyped-def]
     """From scores to outputs: no weight is zero, so all values are mixed, in blocks."""
     width = ends[rows - 1]
     for r in range((rows + MIX_ROWS - 1) // MIX_ROWS * MIX_ROWS):
         end = ends[r] if r < rows else 0
         if end:
             top, bad = highest(scores[r, :end])
-            totals[r] = np.nan if bad else exponentials(scores[r, :end], top, bits, powers)
+            totals[r] = np.nan if bad else exponentials(scores[r, :end], top)
             end = 0 if bad else end
         scores[r, end:width] = 0
     mixed[:] = 0
@@ -257,7 +239,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
         scores = np.empty((high, wide), q.dtype)
         mixed, totals = np.empty((high, v.shape[3]), q.dtype), np.empty(high, q.dtype)
         listed, ends = np.empty(width + LANES, np.int32), np.empty(height, np.int64)
-        index, weight, bits = np.empty(width + 1, np.int32), np.empty(width + 1, q.dtype), np.empty(width, np.int32)
+        index, weight = np.empty(width + 1, np.int32), np.empty(width + 1, q.dtype)
         for t in range(p, batch.shape[0], parts):
             b, h, s, n = batch[t], head[t], start[t], rows[t]
             part = slice(offsets[t], offsets[t + 1])
@@ -270,6 +252,6 @@ def attend_tiles(  # type: ignore[no-untyped-def]
                 add_bias(bias[b if bias.shape[0] > 1 else 0, h, s : s + n], listed[: ends[n - 1]], scores)
             values, place = v[b, h // group], out[b, h, s : s + n]
             if alpha == 1.0:
-                softmax_tile(scores, ends, n, values, listed, bits, bits.view(np.float32), mixed, totals, place)
+                softmax_tile(scores, ends, n, values, listed, mixed, totals, place)
             else:
                 entmax_tile(scores, ends, n, values, listed, alpha, step_floor, index, weight, place)

@@ -1,19 +1,16 @@
-"""Two products of small blocks, as vector code: LLVM keeps their sums in registers, as it does not with loops.
+"""Two products of small blocks whose sums stay in registers, as they do not in loops over arrays.
 
-Both read the rows that a key list names where they lie: nothing is gathered first. Eight lanes are one AVX register of
-float32; for float64, and on other processors, LLVM splits or joins them.
+Both read the rows that a key list names where they lie: nothing is gathered first.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
-from numba.extending import intrinsic
 
-LANES = 8
+from sparsefinder.vector_code import LANES, Block, vector_code
+
 MIX_ROWS, MIX_VECTORS = 4, 2  # eight sums, as many as a score block has
-FUSED = ("contract",)  # a product and its sum may become one instruction
 
 # Three rounds of exchanges between vectors i and i + step turn an 8 × 8 block over, up to this order of its rows.
 ROUNDS = (
@@ -22,71 +19,6 @@ ROUNDS = (
     ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15), 4),
 )
 TURNED = (0, 2, 1, 3, 4, 6, 5, 7)
-
-vector_code: Callable[[Callable[..., Any]], Any] = intrinsic  # untyped in numba
-
-
-class Block:
-    """Addresses and vectors of one block, while its code is written. Arrays are two-dimensional, rows contiguous."""
-
-    def __init__(self, context: Any, builder: Any, dtype: Any):
-        self.builder, self._context = builder, context
-        self.item = context.get_value_type(dtype)
-        self.vector = ir.VectorType(self.item, LANES)
-        self.word = ir.IntType(64)
-        self.size = self.word(context.get_abi_sizeof(self.item))
-
-    def array(self, kind: Any, value: Any) -> tuple[Any, Any, Any]:
-        """Where an array begins, how many bytes one row of it is from the next, and the columns of it."""
-        array = self._context.make_array(kind)(self._context, self.builder, value)
-        step, columns = self.builder.extract_value(array.strides, 0), self.builder.extract_value(array.shape, 1)
-        return self.builder.ptrtoint(array.data, self.word), step, columns
-
-    def address(self, start: Any, row: Any, step: Any, column: Any) -> Any:
-        """Of `array[row, column]`."""
-        of_row = self.builder.add(start, self.builder.mul(row, step))
-        return self.builder.add(of_row, self.builder.mul(column, self.size))
-
-    def load(self, address: Any, kind: Any) -> Any:
-        """One item, or a vector of neighbours, which need not be aligned."""
-        found = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
-        found.align = self._context.get_abi_sizeof(self.item)
-        return found
-
-    def store(self, value: Any, address: Any) -> None:
-        """A vector of neighbours."""
-        stored = self.builder.store(value, self.builder.inttoptr(address, self.vector.as_pointer()))
-        stored.align = self._context.get_abi_sizeof(self.item)
-
-    def shuffled(self, a: Any, b: Any, places: Sequence[int]) -> Any:
-        """A vector of these items of `a` and `b`, counted through."""
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(places))
-        return self.builder.shuffle_vector(a, b, mask)
-
-    def spread(self, value: Any) -> Any:
-        """A vector that holds one item in every lane."""
-        empty = ir.Constant(self.vector, ir.Undefined)
-        return self.shuffled(self.builder.insert_element(empty, value, ir.IntType(32)(0)), empty, [0] * LANES)
-
-    def sums(self, low: Any, high: Any, start: Sequence[Any], products: Callable[[Any], Sequence[Any]]) -> list[Any]:
-        """`start + Σ products(i)` for i from low to high − 1, at least one; all sums stay in registers."""
-        builder, before = self.builder, self.builder.block
-        loop, done = builder.append_basic_block("sums"), builder.append_basic_block("summed")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        i, totals = builder.phi(self.word), [builder.phi(self.vector) for _ in start]
-        i.add_incoming(low, before)
-        for total, first in zip(totals, start, strict=True):
-            total.add_incoming(first, before)
-        pairs = zip(totals, products(i), strict=True)
-        added = [builder.fadd(builder.fmul(*pair, flags=FUSED), total, flags=FUSED) for total, pair in pairs]
-        after = builder.add(i, self.word(1))
-        i.add_incoming(after, loop)
-        for total, value in zip(totals, added, strict=True):
-            total.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", after, high), loop, done)
-        builder.position_at_end(done)
-        return added
 
 
 @vector_code

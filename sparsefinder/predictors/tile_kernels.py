@@ -9,42 +9,19 @@ import numpy as np
 from numba import prange
 
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
-
-LOWEST = np.float32(-80.0)  # exp of less is nothing in float32, and 2**-126 is the least normal number
-LOG2_E = np.float32(1.4426950408889634)
-LN_2_HIGH = np.float32(0.693359375)
-LN_2_LOW = np.float32(-2.1219444e-4)
-TAYLOR = tuple(np.float32(1 / f) for f in (5040, 720, 120, 24, 6, 2, 1, 1))
+from sparsefinder.rows import greatest
+from sparsefinder.vector_code import LANES, exp_float32, ones, reaching, trailing_zeros
 
 
 @inline_kernel
-def log_sum_exp(row, bits, powers):  # type: ignore[no-untyped-def]
-    """Of one row of float32; `bits` and `powers` are one buffer seen as int32 and as float32.
-
-    The exponential is spelled out because a call to the C library keeps the loop from being vectorised.
-    """
-    top = np.float32(-np.inf)
-    for j in range(row.shape[0]):
-        top = max(top, row[j])
+def log_sum_exp(row):  # type: ignore[no-untyped-def]
+    """Of one row of float32."""
+    top = greatest(row)
     if top == np.float32(-np.inf):
         return top
-    for j in range(row.shape[0]):
-        n = np.floor(max(row[j] - top, LOWEST) * LOG2_E + np.float32(0.5))
-        bits[j] = (np.int32(n) + np.int32(127)) << np.int32(23)  # 2**n, written as the bits of a float32
     total = np.float32(0)
     for j in range(row.shape[0]):
-        x = max(row[j] - top, LOWEST)
-        n = np.floor(x * LOG2_E + np.float32(0.5))
-        f = (x - n * LN_2_HIGH) - n * LN_2_LOW
-        p = TAYLOR[0]
-        p = p * f + TAYLOR[1]
-        p = p * f + TAYLOR[2]
-        p = p * f + TAYLOR[3]
-        p = p * f + TAYLOR[4]
-        p = p * f + TAYLOR[5]
-        p = p * f + TAYLOR[6]
-        p = p * f + TAYLOR[7]
-        total += p * powers[j]
+        total += exp_float32(row[j] - top)
     return top + np.log(total)
 
 
@@ -102,8 +79,11 @@ def summarize_tile(q, real, low, high, mean):  # type: ignore[no-untyped-def]
 
 
 @inline_kernel
-def score_row(summary, low, column, t, size, weight, logs, bits, powers, row):  # type: ignore[no-untyped-def]
-    """`row[j] = summary · low[:, j] + column[j] + weight * log(1 + distance)`, minus the logsumexp of the row."""
+def score_row(summary, low, column, t, size, weight, logs, row):  # type: ignore[no-untyped-def]
+    """`row[j] = summary · low[:, j] + column[j] + weight * log(1 + distance)`.
+
+    logs: `log(1 + distance)` of falling, then of rising distances, so that both sides of a tile run forwards.
+    """
     seen = row.shape[0]
     for j in range(seen):
         row[j] = column[j]
@@ -117,50 +97,171 @@ def score_row(summary, low, column, t, size, weight, logs, bits, powers, row):  
         for j in range(seen):
             row[j] += summary[c] * low[c, j]
     if weight != np.float32(0):
+        farthest = logs.shape[0] // 2
+        before, after = logs[farthest - t * size :], logs[farthest - t * size - size + 1 :]
         for j in range(min(seen, t * size)):
-            row[j] += weight * logs[t * size - j]
+            row[j] += weight * before[j]
         for j in range(t * size + size, seen):
-            row[j] += weight * logs[j - t * size - size + 1]
-    shift = log_sum_exp(row, bits[:seen], powers[:seen])
-    if shift > np.float32(-np.inf):
-        for j in range(seen):
-            row[j] -= shift
+            row[j] += weight * after[j]
+
+
+@inline_kernel
+def tile_row(  # type: ignore[no-untyped-def]
+    q, real, t, begin, size, offset, before, causal, metric, unit, q_map, q_bias, low, column, weight, logs, mean, row
+):
+    """Scores of tile `t` of one item and head into `row`: how many keys it sees, and their logsumexp (or NaN)."""
+    start = begin + t * size
+    low_row = max(0, (max(begin, start - before) if causal else start) - offset)
+    high_row = min(q.shape[0], (start + 1 if causal else start + size) - offset)
+    if not summarize_tile(q, real, low_row, high_row, mean):
+        return 0, np.float32(np.nan)
+    summary = np.empty(low.shape[0], np.float32)
+    project_vector(mean, q_map, q_bias, unit, summary)
+    if metric:  # −‖s − k‖² = 2 s·k − ‖k‖² + what is the same for the whole row
+        summary += summary
+    seen = min(low.shape[1], t * size + 1) if causal else low.shape[1]
+    score_row(summary, low, column, t, size, weight, logs, row[:seen])
+    shift = log_sum_exp(row[:seen])
+    for c in range(summary.shape[0]):
+        if not abs(summary[c]) < np.float32(np.inf):
+            shift = np.float32(np.nan)
+    return seen, shift
+
+
+@parallel_kernel
+def project_all(k, key_real, span, k_map, k_bias, linear, metric, unit, low, column):  # type: ignore[no-untyped-def]
+    """`low [B, H, r, M]` and `column [B, H, M]` of every head, counted from the item's first real key.
+
+    Returns the heads of items where some number is not finite.
+    """
+    heads, infinity, bad = k_map.shape[0], np.float32(np.inf), np.zeros(k.shape[0] * k_map.shape[0], np.uint8)
+    group = heads // k.shape[1]
+    first, last = span
+    for task in prange(k.shape[0] * heads):
+        b, h = task // heads, task % heads
+        part = slice(first[b], last[b] + 1)
+        keys, real, m = k[b, h // group, part], key_real[b, part], max(last[b] + 1 - first[b], 0)
+        project_keys(keys, real, k_map[h], k_bias[h], linear[h], metric, unit, low[b, h, :, :m], column[b, h, :m])
+        wrong = 0
+        for j in range(m):
+            wrong += not column[b, h, j] < infinity  # −inf is padding
+        for c in range(low.shape[2]):
+            for j in range(m):
+                wrong += not abs(low[b, h, c, j]) < infinity
+        bad[task] = wrong > 0
+    return bad
 
 
 @parallel_kernel
 def score_tiles(  # type: ignore[no-untyped-def]
-    sequences, real, span, sizes, maps, linear, weight, logs, before, place, causal, metric, unit, out
+    q, q_real, span, sizes, maps, weight, logs, before, place, causal, metric, unit, low, column, out
 ):
     """`out [B, H, T, M]`, −inf everywhere before: normalised scores of every tile and visible key.
 
-    sequences: q and k. real: which tokens are, of both. span: first and last real key of each item. maps: `q_map`,
-    `k_map`, `q_bias`, `k_bias`. linear: `[H, D]` or `[H, 0]`. logs: `log(1 + distance)`. before: queries
-    before a causal tile's first one that its summary includes. place: at which key the first query sits, and the tile
-    of each item and head that `out` begins with; none is scored where that is negative.
+    span: first and last real key of each item. maps: `q_map`, `q_bias`. before: queries before a causal tile's
+    first one that its summary includes. place: at which key the first query sits, and the tile of each item and head
+    that `out` begins with; none is scored where that is negative. low, column: see `project_all`.
     """
-    offset, first_tile = place
-    (q, k), (q_real, k_real), (first, last), (q_map, k_map, q_bias, k_bias) = sequences, real, span, maps
-    heads, tokens, dim, rank = q.shape[1], q.shape[2], q.shape[3], q_map.shape[1]
-    group = heads // k.shape[1]
+    (offset, first_tile), (first, last), (q_map, q_bias) = place, span, maps
+    heads = q.shape[1]
     for task in prange(q.shape[0] * heads):
         b, h = task // heads, task % heads
-        begin, size = first[b], sizes[h]
-        m = max(last[b] + 1 - begin, 0)
-        low, column = np.empty((rank, m), np.float32), np.empty(m, np.float32)
-        keys, key_real = k[b, h // group, begin : begin + m], k_real[b, begin : begin + m]
-        project_keys(keys, key_real, k_map[h], k_bias[h], linear[h], metric, unit, low, column)
-        mean, summary = np.empty(dim, np.float32), np.empty(rank, np.float32)
-        bits = np.empty(m, np.int32)
-        powers = bits.view(np.float32)
+        begin, m = first[b], max(last[b] + 1 - first[b], 0)
+        keys, added, mean = low[b, h, :, :m], column[b, h, :m], np.empty(q.shape[3], np.float32)
         for at in range(out.shape[2] if first_tile[b, h] >= 0 else 0):
-            t = first_tile[b, h] + at
-            start = begin + t * size
-            low_row = max(0, (max(begin, start - before) if causal else start) - offset)
-            high_row = min(tokens, (start + 1 if causal else start + size) - offset)
-            if summarize_tile(q[b, h], q_real[b], low_row, high_row, mean):
-                project_vector(mean, q_map[h], q_bias[h], unit, summary)
-                if metric:  # −‖s − k‖² = 2 s·k − ‖k‖² + what is the same for the whole row
-                    summary += summary
-                seen = min(m, t * size + 1) if causal else m
-                row = out[b, h, at, begin : begin + seen]
-                score_row(summary, low, column, t, size, weight[h], logs, bits, powers, row)
+            row, t = out[b, h, at, begin : begin + m], first_tile[b, h] + at
+            seen, shift = tile_row(
+                q[b, h], q_real[b], t, begin, sizes[h], offset, before, causal, metric, unit, q_map[h], q_bias[h],
+                keys, added, weight[h], logs, mean, row,
+            )  # fmt: skip
+            if shift > np.float32(-np.inf):
+                for j in range(seen):
+                    row[j] -= shift
+
+
+@parallel_kernel
+def choose_keys(  # type: ignore[no-untyped-def]
+    q, q_real, span, sizes, maps, weight, logs, before, offset, causal, metric, unit, low, column,
+    tiles, least, bits, parts,
+):  # fmt: skip
+    """Bit `j` of `bits[i]` (bytes, eight keys each) says whether tile `i` chooses key `j`, counted from the item's
+    first real one: its normalised score reaches `least[i]`. Returns which tiles saw NaN or infinity.
+
+    Bit for bit the choice from the scores of `score_tiles`, which are not kept here. tiles: batch, head, start, index
+    and `alone` of the plan's tiles; in a causal layer only keys before a tile's first row are candidates.
+    """
+    (first, last), (q_map, q_bias), (batch, head, start, index, alone) = span, maps, tiles
+    bad = np.zeros(batch.shape[0], np.uint8)
+    for p in prange(parts):
+        row, mean = np.empty(low.shape[3] + LANES, np.float32), np.empty(q.shape[3], np.float32)
+        for i in range(p, batch.shape[0], parts):
+            if not alone[i]:
+                b, h = batch[i], head[i]
+                begin, m = first[b], max(last[b] + 1 - first[b], 0)
+                seen, shift = tile_row(
+                    q[b, h], q_real[b], index[i], begin, sizes[h], offset, before, causal, metric, unit, q_map[h],
+                    q_bias[h], low[b, h, :, :m], column[b, h, :m], weight[h], logs, mean, row,
+                )  # fmt: skip
+                end = min(seen, start[i] + offset - begin) if causal else seen
+                if shift > np.float32(-np.inf):
+                    mark_reached(row, end, shift, least[i], bits[i])
+                bad[i] = seen > 0 and not shift < np.float32(np.inf)
+    return bad
+
+
+@inline_kernel
+def mark_reached(row, end, shift, least, bits):  # type: ignore[no-untyped-def]
+    """Eight keys a byte: does `row[j] − shift` reach `least`, for j below `end`?"""
+    for at in range(0, end, LANES):
+        reached = reaching(row, at, shift, least)
+        if at + LANES > end:
+            reached &= (1 << (end - at)) - 1
+        bits[at // LANES] = reached
+
+
+@inline_kernel
+def set_bits(words, low, high):  # type: ignore[no-untyped-def]
+    """Set the bits from `low` to `high − 1`."""
+    for w in range(low // 64, (high + 63) // 64 if low < high else 0):
+        mask = np.uint64(0xFFFFFFFFFFFFFFFF)
+        if w * 64 < low:
+            mask &= mask << np.uint64(low - w * 64)
+        if w * 64 + 64 > high:
+            mask &= np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(w * 64 + 64 - high)
+        words[w] |= mask
+
+
+@parallel_kernel
+def add_positions(words, real, span, tiles, globals_, radius, offset, causal, counts):  # type: ignore[no-untyped-def]
+    """Window (radius 0: every row's own key, −1: none), global keys, and all keys for tiles that are one global row, on
+    top of the chosen keys; then without padding. counts: keys of every tile."""
+    (first, last), (batch, start, rows, alone) = span, tiles
+    for i in prange(batch.shape[0]):
+        b = batch[i]
+        m = max(last[b] + 1 - first[b], 0)
+        low = start[i] + offset - first[b]
+        high = low + rows[i]
+        end = min(m, high) if causal else m
+        set_bits(words[i], 0, end if alone[i] else min(end, globals_[b]))
+        if radius >= 0:
+            set_bits(words[i], max(0, low - radius), min(end, high + radius))
+        total = np.uint64(0)
+        for w in range(words.shape[1]):
+            words[i, w] &= real[b, w]
+            total += ones(words[i, w])
+        counts[i] = total
+
+
+@parallel_kernel
+def list_bits(words, first, batch, start, offset, causal, offsets, keys, first_row):  # type: ignore[no-untyped-def]
+    """The keys of every tile, ascending, and (causal) the first row of the tile that may read each."""
+    for i in prange(batch.shape[0]):
+        e, begin = offsets[i], first[batch[i]]
+        for w in range(words.shape[1]):
+            word = words[i, w]
+            while word != np.uint64(0):
+                j = begin + 64 * w + np.int64(trailing_zeros(word))
+                keys[e] = j
+                first_row[e] = max(0, j - start[i] - offset) if causal else 0
+                word &= word - np.uint64(1)
+                e += 1

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparsefinder.errors import PatternError, ShapeError
 from sparsefinder.patterns.algebra import Context, Pattern
-from sparsefinder.patterns.legal import Legal, first_real
+from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import KeysPerTile, Plan, ScoreAtLeast, plan_from_tile_scores, tile_count
 from sparsefinder.predictors.assemble import require_heads
 from sparsefinder.predictors.projections import (
@@ -87,8 +87,15 @@ class Tiles:
             ShapeError: q, k and the maps do not fit.
             NonFiniteError: NaN in a real token.
         """
+        if q.device.type == "cpu" and self.threshold is not None:
+            from sparsefinder.predictors.tiles_cpu import only_positions, threshold_plan  # numba: on the CPU only
+
+            if only_positions(positional):
+                return threshold_plan(self, q, k, legal, positional, tile_size)
         scores = normalized_scores(self, q, k, legal, tile_size)
-        rule = KeysPerTile(self.keys_per_tile or 0) if self.threshold is None else ScoreAtLeast(_number(self.threshold))
+        rule = (
+            KeysPerTile(self.keys_per_tile or 0) if self.threshold is None else ScoreAtLeast(thresholds(self.threshold))
+        )
         return plan_from_tile_scores(scores, rule, positional, legal, tile_size, ctx)
 
     def to_tensors(self) -> dict[str, Tensor]:
@@ -111,7 +118,8 @@ class Tiles:
         return cls(projections, *cut, tensors.get("distance_weight"), int(settings["queries_before"]))  # type: ignore[arg-type]
 
 
-def _number(threshold: float | Tensor) -> float | tuple[float, ...]:
+def thresholds(threshold: float | Tensor) -> float | tuple[float, ...]:
+    """As `ScoreAtLeast` wants it."""
     return tuple(threshold.tolist()) if isinstance(threshold, Tensor) else threshold
 
 
@@ -188,57 +196,24 @@ def normalized_scores(
         PatternError: a causal layer with a query offset.
         ShapeError: q, k and the maps do not fit.
     """
-    check_fit(tiles.projections, q, k)
-    if legal.causal and legal.query_offset:
-        raise PatternError(f"tiles: expected a query_offset of 0 in a causal layer, got {legal.query_offset}")
+    check_call(tiles, q, k, legal)
     sizes = head_tiles(tile_size, tiles.projections.heads)
     shape = (q.shape[0], q.shape[1], tile_count(legal, min(sizes)), k.shape[2])
     out = torch.full(shape, -torch.inf, device=q.device)
     if q.device.type != "cpu":
         _fill_by_item(tiles, q.detach().float(), k.detach().float(), legal, sizes, out)
     else:
+        from sparsefinder.predictors.tiles_cpu import fill_cpu
+
         fill_cpu(tiles, q, k, legal, sizes, torch.zeros(shape[:2], dtype=torch.int64), out)
     return out
 
 
-def fill_cpu(
-    tiles: Tiles,
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B Hkv M D"],
-    legal: Legal,
-    sizes: tuple[int, ...],
-    first_tile: Int64[Tensor, "B H"],
-    out: Float[Tensor, "B H T M"],
-) -> None:
-    """Write the scores of the tiles from `first_tile` on (none where it is negative) into `out`, elsewhere left alone.
-
-    The queries begin at key `legal.query_offset`; those that the summaries need must be among them.
-    """
-    from sparsefinder.predictors.tile_kernels import score_tiles  # numba is needed on the CPU only
-
-    maps, heads = tiles.projections, tiles.projections.heads
-    keys = torch.arange(k.shape[2])
-    last = torch.where(legal.key_real, keys, -1).amax(-1)
-    linear = torch.zeros(heads, 0) if maps.k_linear is None else maps.k_linear
-    weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
-    logs = torch.log1p(torch.arange(max(q.shape[2], k.shape[2]) + 1, dtype=torch.float32))
-    parts = (
-        (q.detach().float(), k.detach().float()),
-        (legal.query_real, legal.key_real),
-        (first_real(legal), last),
-        torch.tensor(sizes),
-        (maps.q_map, maps.k_map, maps.q_bias, maps.k_bias),
-        linear,
-        weight,
-        logs,
-    )
-    arrays = (_numpy(x) if isinstance(x, Tensor) else tuple(_numpy(y) for y in x) for x in parts)
-    place = (legal.query_offset, _numpy(first_tile))
-    score_tiles(*arrays, tiles.queries_before, place, legal.causal, maps.form == "metric", maps.unit, out.numpy())
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(x.detach().numpy())  # one layout, so that numba compiles once
+def check_call(tiles: Tiles, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv M D"], legal: Legal) -> None:
+    """Errors as in `normalized_scores`."""
+    check_fit(tiles.projections, q, k)
+    if legal.causal and legal.query_offset:
+        raise PatternError(f"tiles: expected a query_offset of 0 in a causal layer, got {legal.query_offset}")
 
 
 def _fill_by_item(tiles: Tiles, q: Tensor, k: Tensor, legal: Legal, sizes: tuple[int, ...], out: Tensor) -> None:
