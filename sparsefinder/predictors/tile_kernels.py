@@ -107,9 +107,30 @@ def score_row(summary, low, column, t, size, weight, logs, row):  # type: ignore
 
 @inline_kernel
 def tile_row(  # type: ignore[no-untyped-def]
-    q, real, t, begin, size, offset, before, causal, metric, unit, q_map, q_bias, low, column, weight, logs, mean, row
+    q,
+    real,
+    t,
+    begin,
+    size,
+    offset,
+    before,
+    causal,
+    metric,
+    unit,
+    q_map,
+    q_bias,
+    low,
+    column,
+    m,
+    weight,
+    logs,
+    mean,
+    row,
 ):
-    """Scores of tile `t` of one item and head into `row`: how many keys it sees, and their logsumexp (or NaN)."""
+    """Scores of tile `t` of one item and head into `row`: how many keys it sees, and their logsumexp (or NaN).
+
+    low, column: of `m` keys and what follows them. Cut to `m`, their rows would be rows apart for all that numba knows.
+    """
     start = begin + t * size
     low_row = max(0, (max(begin, start - before) if causal else start) - offset)
     high_row = min(q.shape[0], (start + 1 if causal else start + size) - offset)
@@ -119,7 +140,7 @@ def tile_row(  # type: ignore[no-untyped-def]
     project_vector(mean, q_map, q_bias, unit, summary)
     if metric:  # −‖s − k‖² = 2 s·k − ‖k‖² + what is the same for the whole row
         summary += summary
-    seen = min(low.shape[1], t * size + 1) if causal else low.shape[1]
+    seen = min(m, t * size + 1) if causal else m
     score_row(summary, low, column, t, size, weight, logs, row[:seen])
     shift = log_sum_exp(row[:seen])
     for c in range(summary.shape[0]):
@@ -141,7 +162,7 @@ def project_all(k, key_real, span, k_map, k_bias, linear, metric, unit, low, col
         b, h = task // heads, task % heads
         part = slice(first[b], last[b] + 1)
         keys, real, m = k[b, h // group, part], key_real[b, part], max(last[b] + 1 - first[b], 0)
-        project_keys(keys, real, k_map[h], k_bias[h], linear[h], metric, unit, low[b, h, :, :m], column[b, h, :m])
+        project_keys(keys, real, k_map[h], k_bias[h], linear[h], metric, unit, low[b, h], column[b, h])
         wrong = 0
         for j in range(m):
             wrong += not column[b, h, j] < infinity  # −inf is padding
@@ -167,12 +188,12 @@ def score_tiles(  # type: ignore[no-untyped-def]
     for task in prange(q.shape[0] * heads):
         b, h = task // heads, task % heads
         begin, m = first[b], max(last[b] + 1 - first[b], 0)
-        keys, added, mean = low[b, h, :, :m], column[b, h, :m], np.empty(q.shape[3], np.float32)
+        mean = np.empty(q.shape[3], np.float32)
         for at in range(out.shape[2] if first_tile[b, h] >= 0 else 0):
             row, t = out[b, h, at, begin : begin + m], first_tile[b, h] + at
             seen, shift = tile_row(
                 q[b, h], q_real[b], t, begin, sizes[h], offset, before, causal, metric, unit, q_map[h], q_bias[h],
-                keys, added, weight[h], logs, mean, row,
+                low[b, h], column[b, h], m, weight[h], logs, mean, row,
             )  # fmt: skip
             if shift > np.float32(-np.inf):
                 for j in range(seen):
@@ -200,7 +221,7 @@ def choose_keys(  # type: ignore[no-untyped-def]
                 begin, m = first[b], max(last[b] + 1 - first[b], 0)
                 seen, shift = tile_row(
                     q[b, h], q_real[b], index[i], begin, sizes[h], offset, before, causal, metric, unit, q_map[h],
-                    q_bias[h], low[b, h, :, :m], column[b, h, :m], weight[h], logs, mean, row,
+                    q_bias[h], low[b, h], column[b, h], m, weight[h], logs, mean, row,
                 )  # fmt: skip
                 end = min(seen, start[i] + offset - begin) if causal else seen
                 if shift > np.float32(-np.inf):
