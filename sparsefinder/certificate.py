@@ -156,7 +156,7 @@ def _run(
     seen = torch.nn.functional.pad(call.legal.key_real.long().cumsum(-1), (1, 0))
     longest, highest = int(plan.offsets.diff().max()), int(plan.tile_rows.max())
     bias = q.new_zeros(1, 1, 1, 1) if call.bias is None else call.bias
-    writes = q.new_zeros(1, 1, 1, 1) if out is None else out
+    writes = q.new_zeros(*q.shape[:3], 0) if out is None else out
     floor = _array(q).dtype.type(torch.finfo(q.dtype).eps / 2)
     work = call.dims.heads * sum(call.legal.count(b) for b in range(call.dims.batch)) * (rank + 8) // 8
     with threads_for(work) as parts:
@@ -168,10 +168,9 @@ def _run(
             _array(seen),
             tuple(_array(x) for x in (plan.tile_batch, plan.tile_head, plan.tile_start, plan.tile_rows)),
             tuple(_array(x) for x in (plan.offsets, plan.keys, plan.first_row)),
-            (longest, highest, parts, call.legal.query_offset, call.legal.causal),
+            (longest, highest, parts, call.legal.query_offset if call.legal.causal else -1),
             call.alpha,
             floor,
-            out is not None,
             tuple(x.numpy() for x in found),
         )
     return found[0], found[1]

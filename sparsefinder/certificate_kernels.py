@@ -12,17 +12,18 @@ from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 
 WIDTH = 256  # keys whose bounds are computed at once: with rank 24 they take 26 KB, in and out
 ROWS = 4  # rows that are bounded together
-LISTED_ALWAYS = 1  # a mark: 0 = dropped by every row, otherwise 1 + the first row of the tile that reads the key
+READ_BY_ALL = 1  # a mark: 0 = dropped by every row, otherwise 1 + the first row of the tile that reads the key
+MARGIN = 8  # rounding units by which a limit is lowered, so that keys on the edge are added rather than missed
 
 
 @inline_kernel
-def bound_rows(query, rest, above, key, out):  # type: ignore[no-untyped-def]
-    """`out [4, n]`: how far the bounds of four rows lie above their limits, where `above` is start − limit."""
-    o0, o1, o2, o3 = out[0], out[1], out[2], out[3]
-    rank, n = key.shape[0] - 2, key.shape[1]
+def bound_rows(query, rest, above, key, low, high, out):  # type: ignore[no-untyped-def]
+    """`out [4, high − low]`: how far bounds of four rows lie above their limits, where `above` is start − limit."""
+    rank, n = key.shape[0] - 2, high - low
+    o0, o1, o2, o3 = out[0, :n], out[1, :n], out[2, :n], out[3, :n]
     t0, t1, t2, t3 = rest[0], rest[1], rest[2], rest[3]
     b0, b1, b2, b3 = above[0], above[1], above[2], above[3]
-    key_rest, shift = key[rank], key[rank + 1]
+    key_rest, shift = key[rank, low:high], key[rank + 1, low:high]
     for c in range(n):
         x, y = key_rest[c], shift[c]
         o0[c] = t0 * x + y + b0
@@ -31,7 +32,8 @@ def bound_rows(query, rest, above, key, out):  # type: ignore[no-untyped-def]
         o3[c] = t3 * x + y + b3
     q0, q1, q2, q3 = query[0], query[1], query[2], query[3]
     for d in range(0, rank, 4):
-        k0, k1, k2, k3 = key[d], key[d + 1], key[d + 2], key[d + 3]
+        k0, k1 = key[d, low:high], key[d + 1, low:high]  # sliced one by one: a slice of all would not be contiguous
+        k2, k3 = key[d + 2, low:high], key[d + 3, low:high]
         e0, e1, e2, e3 = q0[d], q0[d + 1], q0[d + 2], q0[d + 3]
         f0, f1, f2, f3 = q1[d], q1[d + 1], q1[d + 2], q1[d + 3]
         g0, g1, g2, g3 = q2[d], q2[d + 1], q2[d + 2], q2[d + 3]
@@ -45,31 +47,33 @@ def bound_rows(query, rest, above, key, out):  # type: ignore[no-untyped-def]
 
 
 @inline_kernel
-def surviving(bounds, hits, index):  # type: ignore[no-untyped-def]
-    """Places whose bound is not at most zero in some of the four rows (NaN survives); how many."""
-    o0, o1, o2, o3 = bounds[0], bounds[1], bounds[2], bounds[3]
+def surviving(bounds, marks, low, n, index):  # type: ignore[no-untyped-def]
+    """Places among `n` keys from `low` on whose bound is not at most zero in some row (NaN survives); how many.
+
+    Keys that every row of the tile reads anyway are left out.
+    """
+    o0, o1, o2, o3, mark = bounds[0, :n], bounds[1, :n], bounds[2, :n], bounds[3, :n], marks[low : low + n]
     zero = bounds.dtype.type(0)
-    for c in range(hits.shape[0]):
-        hits[c] = not (o0[c] <= zero and o1[c] <= zero and o2[c] <= zero and o3[c] <= zero)
-    n = 0
-    for c in range(hits.shape[0]):
-        index[n] = c
-        n += hits[c]
-    return n
+    found = 0
+    for c in range(n):
+        index[found] = c
+        excluded = o0[c] <= zero and o1[c] <= zero and o2[c] <= zero and o3[c] <= zero
+        found += not (excluded or mark[c] == READ_BY_ALL)
+    return found
 
 
 @inline_kernel
-def score_four(query, key, out):  # type: ignore[no-untyped-def]
-    """Scores of four rows and one key."""
+def score_rows(query, key, out):  # type: ignore[no-untyped-def]
+    """Scores of four rows and one key; two rows at a time, which the compiler keeps in registers."""
     zero = query.dtype.type(0)
     z0, z1, z2, z3 = zero, zero, zero, zero
     q0, q1, q2, q3 = query[0], query[1], query[2], query[3]
     for d in range(key.shape[0]):
-        x = key[d]
-        z0 += q0[d] * x
-        z1 += q1[d] * x
-        z2 += q2[d] * x
-        z3 += q3[d] * x
+        z0 += q0[d] * key[d]
+        z1 += q1[d] * key[d]
+    for d in range(key.shape[0]):
+        z2 += q2[d] * key[d]
+        z3 += q3[d] * key[d]
     out[0], out[1], out[2], out[3] = z0, z1, z2, z3
 
 
@@ -93,7 +97,7 @@ def list_limit(line, alpha, step_floor, index, weight):  # type: ignore[no-untyp
     best = line.dtype.type(0)
     for c in range(n):
         best = max(best, weight[c])
-    return line.dtype.type(top - best ** (alpha - 1) / (alpha - 1) - 8 * step_floor * (abs(top) + 1)), n
+    return line.dtype.type(top - best ** (alpha - 1) / (alpha - 1) - MARGIN * step_floor * (abs(top) + 1)), n
 
 
 @inline_kernel
@@ -106,109 +110,175 @@ def write_row(line, names, v, alpha, step_floor, index, weight, out):  # type: i
     return limit
 
 
+@inline_kernel
+def list_scores(q, k, keys, bias, biased, scaled, block, scores):  # type: ignore[no-untyped-def]
+    """`scores [rows, listed keys]` of a tile with queries `q`, which stay in `scaled`, as in `attention/cpu.py`."""
+    load_queries(q, q.dtype.type(1), scaled)
+    for low in range(0, keys.shape[0], BLOCK):
+        high = min(low + BLOCK, keys.shape[0])
+        load_keys(k, keys[low:high], block)
+        for r in range(0, q.shape[0], 2):
+            score_pair(scaled[r], scaled[r + 1], block, scores[r, low:high], scores[r + 1, low:high])
+    if biased:
+        add_bias(bias, keys, scores)
+
+
+@inline_kernel
+def open_row(scores, first_row, r, keys, v, alpha, step_floor, work, out):  # type: ignore[no-untyped-def]
+    """(limit, listed keys) of row `r` of the tile: scores of keys that only later rows read become −inf."""
+    index, weight, _, _ = work
+    kept = 0
+    for c in range(first_row.shape[0]):
+        reads = first_row[c] <= r
+        kept += reads
+        scores[c] = scores[c] if reads else -scores.dtype.type(np.inf)
+    if out.shape[0] > 0:
+        return write_row(scores, keys, v, alpha, step_floor, index, weight, out), kept
+    return list_limit(scores, alpha, step_floor, index, weight)[0], kept
+
+
+@inline_kernel
+def write_more(scores, keys, more_scores, more_keys, v, alpha, step_floor, work, out):  # type: ignore[no-untyped-def]
+    """Output of a row over listed and added keys."""
+    index, weight, line, names = work
+    n = keys.shape[0]
+    total = n + more_keys.shape[0]
+    line[:n], line[n:total] = scores, more_scores
+    names[:n], names[n:total] = keys, more_keys
+    write_row(line[:total], names[:total], v, alpha, step_floor, index, weight, out)
+
+
+@inline_kernel
+def prove_rows(scaled, k, bound, marks, r, ends, limit, alpha, margin, bias, biased, repairs, group):  # type: ignore[no-untyped-def]
+    """Four rows from `r` of the tile on, all keys: counts survivors in `alive`, puts keys to add into `more_*`.
+
+    The limit of a row rises with what is added: no weight exceeds one, so τ is at least `(α − 1) z − 1` for every z.
+    """
+    (query, rest, start, key), (above, bounds, places, z, alive, more, more_scores, more_keys) = bound, group
+    infinity, reach = bounds.dtype.type(np.inf), bounds.dtype.type(1 / (alpha - 1))
+    for low in range(0, ends.max(), WIDTH):
+        n = min(WIDTH, ends.max() - low)
+        for e in range(ROWS):
+            above[e] = start[e] - limit[e] + margin * abs(limit[e]) if limit[e] < infinity else -infinity
+        bound_rows(query, rest, above, key, low, low + n, bounds)
+        if biased:
+            for e in range(bias.shape[0]):
+                for c in range(n):
+                    bounds[e, c] += bias[e, low + c]
+        for m in range(surviving(bounds, marks, low, n, places)):
+            c = places[m]
+            j = low + c
+            if repairs:
+                score_rows(scaled, k[j], z)
+            for e in range(ROWS):
+                if j < ends[e] and not (bounds[e, c] <= 0 or 0 < marks[j] <= r + e + 1):
+                    alive[e] += 1
+                    score = z[e] + bias[e, j] if biased else z[e]
+                    if repairs and not score <= limit[e]:
+                        more_scores[e, more[e]], more_keys[e, more[e]] = score, j
+                        more[e] += 1
+                        limit[e] = max(limit[e], score - reach - margin * (abs(score) + 1))
+
+
+@inline_kernel
+def prove_tile(  # type: ignore[no-untyped-def]
+    q, kv, bias, biased, out, bound, seen, keys, first_row, place, alpha, step_floor, found, work, group, tile
+):
+    """One tile: `q [rows, D]`, `kv` of its head, `bound` of its rows and head, `found` and `out` of its rows.
+
+    place: the key of the first row where causal, else −1. seen: real keys before each key.
+    """
+    (k, v), (low_q, rest, start, low_k), (survivors, added) = kv, bound, found
+    (scaled, block, scores, marks, ends, limit, low_rows, rests, starts), count = tile, k.shape[0]
+    above, bounds, places, z, alive, more, more_scores, more_keys = group
+    infinity, margin = q.dtype.type(np.inf), MARGIN * step_floor
+    list_scores(q, k, keys, bias, biased, scaled, block, scores)
+    for j in range(count):
+        marks[j] = 0 if seen[j + 1] > seen[j] else READ_BY_ALL
+    for c in range(keys.shape[0]):
+        marks[keys[c]] = first_row[c] + 1
+    for r in range(0, q.shape[0], ROWS):
+        taken = min(ROWS, q.shape[0] - r)
+        waiting = 0
+        for e in range(ROWS):
+            limit[e], ends[e], alive[e], more[e] = infinity, 0, 0, 0
+        for e in range(taken):
+            row = scores[r + e, : keys.shape[0]]
+            limit[e], kept = open_row(row, first_row, r + e, keys, v, alpha, step_floor, work, out[r + e])
+            ends[e] = max(0, min(count, place + r + e + 1)) if place >= 0 else count
+            waiting = max(waiting, seen[ends[e]] - kept)
+            low_rows[e], rests[e], starts[e] = low_q[r + e], rest[r + e], start[r + e]
+        if waiting > 0:
+            rows = (low_rows, rests, starts, low_k)
+            more_bias = bias[r : r + taken] if biased else bias
+            repairs = out.shape[1] > 0
+            prove_rows(
+                scaled[r : r + ROWS], k, rows, marks, r, ends, limit, alpha, margin, more_bias, biased, repairs, group
+            )
+        for e in range(taken):
+            survivors[r + e], added[r + e] = alive[e], more[e]
+            if more[e] > 0:
+                row, a, b = scores[r + e, : keys.shape[0]], more_scores[e, : more[e]], more_keys[e, : more[e]]
+                write_more(row, keys, a, b, v, alpha, step_floor, work, out[r + e])
+
+
 @parallel_kernel
 def prove_tiles(  # type: ignore[no-untyped-def]
-    qkv, bias, out, bound, seen, tiles, lists, sizes, alpha, step_floor, repairs, found
+    qkv, bias, out, bound, seen, tiles, lists, sizes, alpha, step_floor, found
 ):
-    """All tiles: the rows' survivors, and where `repairs` the output over listed keys and survivors that matter.
+    """All tiles: the rows' survivors, and the output over listed keys and those survivors that matter.
 
     qkv: q (scaled), k, v. bias: `[batch or 1, heads, queries, keys]`, or of one number where there is none.
+    out: `[B, H, N, Dv]`, or `[B, H, N, 0]` where only survivors are asked for.
     bound: `query`, `rest`, `start`, `key` of `ScoreBound`. seen: real keys of every item before each key `[B, M + 1]`.
-    tiles, lists: of the plan. sizes: longest list, highest tile, parts, query offset, and 1 where causal.
+    tiles, lists: of the plan. sizes: longest list, highest tile, parts, query offset (−1 where not causal).
     found: survivors and added keys per row `[B, H, N]`.
     """
     (q, k, v), (low_q, rest, start, low_k), (batch, head, begin, rows) = qkv, bound, tiles
-    (offsets, keys, first_row), (width, height, parts, query_offset, causal), (survivors, added) = lists, sizes, found
+    (offsets, keys, first_row), (width, height, parts, offset), (survivors, added) = lists, sizes, found
     biased = bias.shape[2] > 1 or bias.shape[3] > 1
-    group, count = q.shape[1] // k.shape[1], k.shape[2]
-    dims = (q.shape[3] + 3) // 4 * 4
-    infinity = q.dtype.type(np.inf)
-    reach = q.dtype.type(1 / (alpha - 1))
+    heads, count, kind = q.shape[1] // k.shape[1], k.shape[2], q.dtype
+    dims, rank = (q.shape[3] + 3) // 4 * 4, low_q.shape[3]
     for p in prange(parts):
-        scaled = np.zeros((height + ROWS, dims), q.dtype)
-        block, scores = np.zeros((dims, BLOCK), q.dtype), np.empty((height + 1, width), q.dtype)
-        index, weight = np.empty(width + count + 1, np.int32), np.empty(width + count + 1, q.dtype)
-        line, names = np.empty(width + count, q.dtype), np.empty(width + count, np.int32)
-        more_scores, more_keys = np.empty((ROWS, count), q.dtype), np.empty((ROWS, count), np.int32)
-        low_rows, rests = np.zeros((ROWS, low_q.shape[3]), q.dtype), np.zeros(ROWS, q.dtype)
-        above, limit, z = np.empty(ROWS, q.dtype), np.empty(ROWS, q.dtype), np.empty(ROWS, q.dtype)
-        bounds, hits, places = np.empty((ROWS, WIDTH), q.dtype), np.empty(WIDTH, np.int32), np.empty(WIDTH + 1, np.int32)
-        ends, more, alive = np.empty(ROWS, np.int64), np.empty(ROWS, np.int64), np.empty(ROWS, np.int64)
-        marks = np.empty(count, np.uint8)
+        work = (
+            np.empty(width + count + 1, np.int32),
+            np.empty(width + count + 1, kind),
+            np.empty(width + count, kind),
+            np.empty(width + count, np.int32),
+        )
+        group = (
+            np.empty(ROWS, kind),
+            np.empty((ROWS, WIDTH), kind),
+            np.empty(WIDTH + 1, np.int32),
+            np.empty(ROWS, kind),
+            np.empty(ROWS, np.int64),
+            np.empty(ROWS, np.int64),
+            np.empty((ROWS, count), kind),
+            np.empty((ROWS, count), np.int32),
+        )
+        tile = (
+            np.zeros((height + ROWS, dims), kind),
+            np.zeros((dims, BLOCK), kind),
+            np.empty((height + 1, width), kind),
+            np.empty(count, np.uint8),
+            np.empty(ROWS, np.int64),
+            np.empty(ROWS, kind),
+            np.zeros((ROWS, rank), kind),
+            np.zeros(ROWS, kind),
+            np.zeros(ROWS, kind),
+        )
         for t in range(p, batch.shape[0], parts):
-            b, h, s, n = batch[t], head[t], begin[t], rows[t]
+            b, h, s = batch[t], head[t], begin[t]
+            e = s + rows[t]
             mine, first = keys[offsets[t] : offsets[t + 1]], first_row[offsets[t] : offsets[t + 1]]
-            k_head, v_head, shift = k[b, h // group], v[b, h // group], low_k[b, h]
-            item_bias = bias[b if bias.shape[0] > 1 else 0, h]
-            load_queries(q[b, h, s : s + n], q.dtype.type(1), scaled)
-            for low in range(0, mine.shape[0], BLOCK):
-                high = min(low + BLOCK, mine.shape[0])
-                load_keys(k_head, mine[low:high], block)
-                for r in range(0, n, 2):
-                    score_pair(scaled[r], scaled[r + 1], block, scores[r, low:high], scores[r + 1, low:high])
-            if biased:
-                add_bias(item_bias[s : s + n], mine, scores)
-            for j in range(count):
-                marks[j] = 0 if seen[b, j + 1] > seen[b, j] else LISTED_ALWAYS
-            for c in range(mine.shape[0]):
-                marks[mine[c]] = first[c] + 1
-            for r in range(0, n, ROWS):
-                taken = min(ROWS, n - r)
-                waiting = 0
-                for e in range(ROWS):
-                    above[e], limit[e], ends[e], more[e], alive[e] = -infinity, infinity, 0, 0, 0
-                for e in range(taken):
-                    i = s + r + e
-                    ends[e] = max(0, min(count, i + query_offset + 1)) if causal else count
-                    kept = 0
-                    for c in range(mine.shape[0]):
-                        reads = first[c] <= r + e
-                        kept += reads
-                        scores[r + e, c] = scores[r + e, c] if reads else -infinity
-                    row = scores[r + e, : mine.shape[0]]
-                    if repairs:
-                        limit[e] = write_row(row, mine, v_head, alpha, step_floor, index, weight, out[b, h, i])
-                    else:
-                        limit[e], _ = list_limit(row, alpha, step_floor, index, weight)
-                    waiting = max(waiting, seen[b, ends[e]] - kept if limit[e] < infinity else 0)
-                    low_rows[e], rests[e] = low_q[b, h, i], rest[b, h, i]
-                for low in range(0, ends[taken - 1] if waiting > 0 else 0, WIDTH):
-                    high = min(low + WIDTH, ends[taken - 1])
-                    for e in range(taken):  # the sum's own rounding where the limit is large
-                        above[e] = start[b, h, s + r + e] - limit[e] + 8 * step_floor * abs(limit[e])
-                        above[e] = -infinity if limit[e] == infinity else above[e]
-                    bound_rows(low_rows, rests, above, shift[:, low:high], bounds)
-                    if biased:
-                        for e in range(taken):
-                            for c in range(high - low):
-                                bounds[e, c] += item_bias[s + r + e, low + c]
-                    for m in range(surviving(bounds, hits[: high - low], places)):
-                        c = places[m]
-                        j = low + c
-                        open_rows = 0
-                        for e in range(taken):
-                            listed = marks[j] > 0 and marks[j] <= r + e + 1
-                            hits[e] = j < ends[e] and not listed and not bounds[e, c] <= 0
-                            open_rows += hits[e]
-                            alive[e] += hits[e]
-                        if repairs and open_rows > 0:
-                            score_four(scaled[r : r + ROWS], k_head[j], z)
-                            for e in range(taken):
-                                if hits[e]:
-                                    if biased:
-                                        z[e] += item_bias[s + r + e, j]
-                                    if not z[e] <= limit[e]:
-                                        more_scores[e, more[e]] = z[e]
-                                        more_keys[e, more[e]] = j
-                                        more[e] += 1
-                                        limit[e] = max(limit[e], z[e] - reach - 8 * step_floor * (abs(z[e]) + 1))
-                for e in range(taken):
-                    survivors[b, h, s + r + e], added[b, h, s + r + e] = alive[e], more[e]
-                    if more[e] > 0:
-                        total = mine.shape[0] + more[e]
-                        line[: mine.shape[0]], names[: mine.shape[0]] = scores[r + e, : mine.shape[0]], mine
-                        line[mine.shape[0] : total] = more_scores[e, : more[e]]
-                        names[mine.shape[0] : total] = more_keys[e, : more[e]]
-                        write_row(
-                            line[:total], names[:total], v_head, alpha, step_floor, index, weight, out[b, h, s + r + e]
-                        )
+            kv = (k[b, h // heads], v[b, h // heads])
+            own = (low_q[b, h, s:e], rest[b, h, s:e], start[b, h, s:e], low_k[b, h])
+            added_bias = bias[b if bias.shape[0] > 1 else 0, h if biased else 0, s if biased else 0 :]
+            place = s + offset if offset >= 0 else -1
+            counts = (survivors[b, h, s:e], added[b, h, s:e])
+            lines = out[b, h, s:e]
+            queries = q[b, h, s:e]
+            prove_tile(
+                queries, kv, added_bias, biased, lines, own, seen[b], mine, first, place, alpha, step_floor, counts,
+                work, group, tile,
+            )  # fmt: skip

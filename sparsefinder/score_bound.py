@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsefinder.attention.call import Call, without_padding
 
-SAMPLE = 512  # tokens of which the coordinates are computed: they decide how tight the bound is, not whether it holds
+SAMPLE = 256  # tokens of which the coordinates are computed: they decide how tight the bound is, not whether it holds
 RIDGE = 1e-3  # of the mean second moment: keeps the coordinates well-conditioned where tokens span few dimensions
 RANK = 24  # see docs/decisions.md
 
@@ -79,7 +79,7 @@ def _centred(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     q_real, k_real = (real[:, None, :, None] for real in (call.legal.query_real, call.legal.key_real))
     q_mean = q.sum(2, keepdim=True) / q_real.sum(2, keepdim=True).clamp(min=1)
     k_mean = k.sum(2, keepdim=True) / k_real.sum(2, keepdim=True).clamp(min=1)
-    x, y = (q - q_mean).masked_fill(~q_real, 0.0), (k - k_mean).masked_fill(~k_real, 0.0)
+    x, y = (z if bool(real.all()) else z * real for z, real in ((q - q_mean, q_real), (k - k_mean, k_real)))
     group = call.dims.group
     return x, y.repeat_interleave(group, 1), q_mean, k_mean.repeat_interleave(group, 1), q
 
@@ -92,7 +92,7 @@ def _balanced(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     root = square.clamp(min=torch.finfo(square.dtype).tiny).flip(-1).sqrt().sqrt()[..., None, :]
     turn = turn.flip(-1)
     w_q = torch.linalg.solve_triangular(low.mT, turn * root, upper=True)
-    return w_q.to(x.dtype), (low @ (turn / root)).to(x.dtype)
+    return w_q.to(x.dtype).contiguous(), (low @ (turn / root)).to(x.dtype).contiguous()
 
 
 def _moments(tokens: Tensor) -> Tensor:
