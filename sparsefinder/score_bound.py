@@ -1,0 +1,130 @@
+"""An upper bound on every score that costs fewer products than the score: low rank, plus what the rest can add at most.
+
+With centred queries x and keys y the score is `q·k = q·m + q̄·y + x·y`, and in coordinates `a = Wqᵀx`, `b = Wkᵀy` with
+`Wq Wkᵀ = I` the last term is `Σ_{d ≤ r} a_d b_d` plus the product of what is left, at most `‖a_⊥‖ ‖b_⊥‖` (Cauchy and
+Schwarz). The coordinates are balanced: a and b have the same diagonal second moments, greatest first, so that neither
+side has a long rest. (An orthonormal basis for both sides leaves a third more pairs, see docs/decisions.md.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparsefinder.attention.call import Call, without_padding
+
+SAMPLE = 256  # tokens of which the coordinates are computed: they decide how tight the bound is, not whether it holds
+RIDGE = 1e-3  # of the mean second moment: keeps the coordinates well-conditioned where tokens span few dimensions
+RANK = 24  # see docs/decisions.md
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreBound:
+    """`scale q_i·k_j ≤ start_i + rank_q_i · rank_k_j + rest_q_i rest_k_j + shift_j` for all real tokens of a head.
+
+    It holds for the exact score and for the one that any summation order gives in this dtype, with the sum on the right
+    computed in this dtype, too; a bias is to be added on both sides. shift is −inf at keys that are padding.
+
+    rank: r, a multiple of 4.
+    query: `[B, H, N, r]`, rank_q. rest: rest_q. start: as above.
+    key: rows `0 … r − 1` are rank_k, row r is rest_k, row r + 1 is shift.
+    """
+
+    rank: int
+    query: Float[Tensor, "B H N r"]
+    rest: Float[Tensor, "B H N"]
+    start: Float[Tensor, "B H N"]
+    key: Float[Tensor, "B H r_and_2 M"]
+
+
+def dropped_bound(call: Call, rank: int = RANK) -> ScoreBound:
+    """The bound for one attention call, in its dtype; nothing of size N × M is made.
+
+    Coordinates come from second moments of this call's own tokens, per query head (a kv head's queries differ more than
+    its keys). They may look at every token, the future included: they decide what is looked at, not what is found.
+
+    All rounding is paid for by `start`. With c = (D + 16) ε: a sum of at most D + 5 products is off by less than c times
+    the sum of their absolute values, whatever its order; `Wq Wkᵀ − I` is measured. Rests are norms of vectors, not roots of
+    differences of squares, which cancel.
+
+    Args:
+        rank: r ≥ 1, rounded up to a multiple of 4; D (then the rest is zero) where it is larger.
+    """
+    q, k, _ = without_padding(call)
+    x, y, q_mean, k_mean, q = _centred(call, q, k)
+    w_q, w_k = _balanced(x, y)
+    a, b = x @ w_q, y @ w_k
+    rank = min(-(-rank // 4) * 4, -(-call.dims.dim // 4) * 4)
+    width = max(rank - call.dims.dim, 0)
+    first = slice(0, rank)
+    shift = (y @ q_mean.mT).squeeze(-1).masked_fill(~call.legal.key_real[:, None], -torch.inf)
+    key = torch.cat([_widened(b[..., first], width), _norm(b[..., rank:])[..., None], shift[..., None]], -1)
+    start = (q * k_mean).sum(-1) + _slack(call, q, k, x, y, (q_mean, k_mean), (w_q, w_k), (a, b))
+    query = _widened(a[..., first], width).contiguous()
+    return ScoreBound(rank, query, _norm(a[..., rank:]), start, key.mT.contiguous())
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width)) if width else x
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
+def _centred(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Centred scaled queries and keys (zeros at padding), both means `[B, H, 1, D]`, and the scaled queries."""
+    q = q * call.scales[:, None, None]
+    q_real, k_real = (real[:, None, :, None] for real in (call.legal.query_real, call.legal.key_real))
+    q_mean = q.sum(2, keepdim=True) / q_real.sum(2, keepdim=True).clamp(min=1)
+    k_mean = k.sum(2, keepdim=True) / k_real.sum(2, keepdim=True).clamp(min=1)
+    x, y = (z if bool(real.all()) else z * real for z, real in ((q - q_mean, q_real), (k - k_mean, k_real)))
+    group = call.dims.group
+    return x, y.repeat_interleave(group, 1), q_mean, k_mean.repeat_interleave(group, 1), q
+
+
+def _balanced(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """`Wq, Wk [B, H, D, D]` with `Wq Wkᵀ = I`, that give x and y equal second moments, diagonal and falling."""
+    q_moments, k_moments = (_moments(tokens) for tokens in (x, y))
+    low = torch.linalg.cholesky(q_moments)
+    square, turn = torch.linalg.eigh(low.mT @ k_moments @ low)
+    root = square.clamp(min=torch.finfo(square.dtype).tiny).flip(-1).sqrt().sqrt()[..., None, :]
+    turn = turn.flip(-1)
+    w_q = torch.linalg.solve_triangular(low.mT, turn * root, upper=True)
+    return w_q.to(x.dtype).contiguous(), (low @ (turn / root)).to(x.dtype).contiguous()
+
+
+def _moments(tokens: Tensor) -> Tensor:
+    """Second moments in float64, of mean one on the diagonal, with a ridge."""
+    step = -(-tokens.shape[2] // SAMPLE)
+    some = tokens[:, :, ::step].double()
+    moments = some.mT @ some
+    mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    eye = torch.eye(moments.shape[-1], dtype=torch.float64, device=tokens.device)
+    return torch.where(mean > 0, moments / mean.clamp(min=torch.finfo(torch.float64).tiny), eye) + RIDGE * eye
+
+
+def _slack(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    y: Tensor,
+    means: tuple[Tensor, Tensor],
+    maps: tuple[Tensor, Tensor],
+    coordinates: tuple[Tensor, Tensor],
+) -> Float[Tensor, "B H N"]:
+    """What rounding may take from the bound or add to the score, per row, for the worst key."""
+    unit = (call.dims.dim + 16) * torch.finfo(q.dtype).eps
+    (q_mean, k_mean), (w_q, w_k), (a, b) = means, maps, coordinates
+    eye = torch.eye(call.dims.dim, dtype=torch.float64, device=q.device)
+    error = torch.linalg.matrix_norm(w_q.double() @ w_k.double().mT - eye).to(q.dtype)[..., None]
+    q_size, k_size = (torch.linalg.matrix_norm(w)[..., None] for w in maps)
+    longest_k = _norm(k).amax(-1, keepdim=True).repeat_interleave(call.dims.group, 1) + _norm(k_mean)
+    longest_y, longest_b = _norm(y).amax(-1, keepdim=True), _norm(b).amax(-1, keepdim=True)
+    rows = _norm(q) * longest_k + _norm(x) * (q_size * longest_b + longest_y) + _norm(q_mean) * longest_y
+    rows = rows + _norm(a) * (k_size * longest_y + longest_b)
+    if call.bias is not None:
+        rows = rows + call.bias.abs().amax((-1, -2))[..., None]
+    return unit * rows + 2 * error * _norm(x) * longest_y
