@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsefinder.attention.crossover import Crossover, ExpectedDensity, Setting, tile_rows
 from sparsefinder.attention.measure_crossover import load_crossover, make_setting, shipped_crossover
+from sparsefinder.certificate import Repair
 from sparsefinder.errors import ConfigError
 from sparsefinder.generation import Generation
 from sparsefinder.hf_verify import Caller
@@ -20,9 +21,9 @@ from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
 
-Mode = Literal["dense", "sparse", "auto"]
-MODES: tuple[Mode, ...] = ("dense", "sparse", "auto")
-Ran = Literal["dense", "sparse"]
+Mode = Literal["dense", "sparse", "exact", "auto"]
+MODES: tuple[Mode, ...] = ("dense", "sparse", "exact", "auto")
+Ran = Literal["dense", "sparse", "exact"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,15 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class LayerCall(LayerInput):
-    """A layer that has been computed: what ran, its plan (None where all legal pairs were computed) and output."""
+    """A layer that has been computed: what ran, its plan (None where all legal pairs were computed) and output.
+
+    repair: what mode `exact` had to add to the plan; None where no plan was repaired.
+    """
 
     ran: Ran
     plan: Plan | None
     output: Float[Tensor, "B H N Dv"]
+    repair: Repair | None = None
 
 
 Observe = Callable[[LayerCall], None]
@@ -61,6 +66,12 @@ class Run:
     plan_for: PlanFor | None = None
     generation: Generation | None = None
     crossover: Crossover | None = None
+
+
+def require_exact(alpha: float) -> None:
+    """ConfigError where no plan can be proved exact: under softmax every key has weight."""
+    if alpha == 1:
+        raise ConfigError("mode: exact needs entmax (alpha above 1), got softmax, where every dropped key has weight")
 
 
 class _Thread(threading.local):
@@ -103,24 +114,31 @@ class Attached:
         `dense`: the transform over all legal pairs. `sparse`: over the plan. `auto`: in every layer the one of the two
         that the crossover says is faster for this batch, so the same text may be answered by either beside other texts.
         Cross-attention and passes that continue a key-value cache are then dense: no plan pays for itself there.
+        `exact`: over the plan, with every row proved to be that of `dense` or repaired until it is (see `certificate`).
 
         plan_for: takes the place of the predictors; a layer for which it gives None computes all its legal pairs.
 
         Raises:
-            ConfigError: an unknown mode, `sparse` or `auto` without predictors or `plan_for`, or `auto` on a device for
-                which no crossover is shipped and none was measured.
+            ConfigError: an unknown mode; one other than `dense` without predictors or `plan_for`; `exact` with α = 1; `auto`
+                on a device for which no crossover is shipped and none was measured.
         """
         if mode not in MODES:
             raise ConfigError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
         if mode != "dense" and not self.predictors and plan_for is None:
             raise ConfigError(f"mode: {mode} needs fitted predictors, this model was attached without any")
-        crossover = self._crossover() if mode == "auto" else None
+        if mode == "exact":
+            require_exact(self.alpha)
+        crossover = (self.crossover or self.ship_crossover()) if mode == "auto" else None
         with self._on(Run(mode, observe, plan_for, crossover=crossover)):
             yield
 
-    def _crossover(self) -> Crossover:
-        if self.crossover is None:
-            self.crossover = shipped_crossover(self.setting(), self.head_scale.device)
+    def ship_crossover(self) -> Crossover:
+        """Let `auto` decide by the shipped times that are nearest to this model's, as it does before any are loaded.
+
+        Raises:
+            ConfigError: none are shipped for the device of this model.
+        """
+        self.crossover = shipped_crossover(self.setting(), self.head_scale.device)
         return self.crossover
 
     def setting(self) -> Setting:

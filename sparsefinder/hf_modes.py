@@ -14,6 +14,7 @@ from sparsefinder.attention.crossover import (
     worth_attending,
     worth_predicting,
 )
+from sparsefinder.certificate import Repair, attend_exact
 from sparsefinder.errors import ConfigError, IncompatibleModelError
 from sparsefinder.generation import Generation
 from sparsefinder.hf_attached import Attached, LayerCall, LayerInput, Ran, Run
@@ -26,7 +27,7 @@ def compute(attached: Attached, call: LayerInput) -> Tensor:
     """The output of one layer in the mode that is on; whoever observes is told what ran.
 
     Raises:
-        ConfigError: a pass over a key-value cache in mode `sparse` without `Attached.generation` around it.
+        ConfigError: a pass over a key-value cache in mode `sparse` or `exact`, not inside of `Attached.generation`.
         IncompatibleModelError: cross-attention over texts that are padded on the left.
     """
     run, plan = attached.run(), None
@@ -34,9 +35,11 @@ def compute(attached: Attached, call: LayerInput) -> Tensor:
         return _token_by_token(run, run.generation, call)
     if run.crossover is not None:
         plan = _plan_that_pays(attached, run, run.crossover, call)
-    elif run.mode == "sparse":
+    elif run.mode != "dense":
         plan = _plan(attached, run, call)
-    return _dense(run, call) if plan is None else _sparse(run, call, plan)
+    if plan is None:
+        return _dense(run, call)
+    return _exact(run, call, plan) if run.mode == "exact" else _sparse(run, call, plan)
 
 
 def _predicts(attached: Attached, call: LayerInput) -> bool:
@@ -50,7 +53,7 @@ def _plan_that_pays(attached: Attached, run: Run, crossover: Crossover, call: La
         return None
     size = for_heads(size_of(crossover, call.legal), crossover, call.q.shape[1])
     known = attached.expected[call.layer] if attached.expected else None
-    if not worth_predicting(crossover, size, 0.0 if known is None else known.at(size.tokens)):
+    if not worth_predicting(crossover, size, 0.0 if known is None else known.at(size.length)):
         return None
     plan = _plan(attached, run, call)
     return plan if plan is not None and worth_attending(crossover, size, density_of(plan, size)) else None
@@ -88,16 +91,24 @@ def _token_by_token(run: Run, generation: Generation, call: LayerInput) -> Tenso
 def _sparse(run: Run, call: LayerInput, plan: Plan) -> Tensor:
     qkv = call.q, call.k, call.v
     output = attend(*qkv, plan, legal=call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
-    return _seen(run, call, "sparse", plan, output)
+    return _seen(run, call, output, "sparse", plan)
+
+
+def _exact(run: Run, call: LayerInput, plan: Plan) -> Tensor:
+    qkv = call.q, call.k, call.v
+    output, repair = attend_exact(*qkv, plan, legal=call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
+    return _seen(run, call, output, "exact", plan, repair)
 
 
 def _dense(run: Run, call: LayerInput) -> Tensor:
     output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
-    return _seen(run, call, "dense", None, output)
+    return _seen(run, call, output, "dense")
 
 
-def _seen(run: Run, call: LayerInput, ran: Ran, plan: Plan | None, output: Tensor) -> Tensor:
+def _seen(
+    run: Run, call: LayerInput, output: Tensor, ran: Ran, plan: Plan | None = None, repair: Repair | None = None
+) -> Tensor:
     if run.observe is not None:
         fields = {name: getattr(call, name) for name in LayerInput.__dataclass_fields__}
-        run.observe(LayerCall(**fields, ran=ran, plan=plan, output=output))
+        run.observe(LayerCall(**fields, ran=ran, plan=plan, output=output, repair=repair))
     return output

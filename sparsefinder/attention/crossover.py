@@ -7,7 +7,7 @@ depend on the table, the size and the density alone.
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -57,11 +57,15 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Size:
-    """How large a call is: as if `items` texts of `tokens` tokens each, with as many legal `pairs` (of one head)."""
+    """How large a call is: as if `items` texts of `length` tokens each, with as many legal `pairs` (of one head).
+
+    tokens: their length in a table, which may be one of texts that are causal where these are not, or the reverse.
+    """
 
     items: float
     tokens: float
     pairs: int
+    length: float
 
 
 @dataclass(frozen=True)
@@ -92,13 +96,16 @@ def size_of(crossover: Crossover, legal: Legal) -> Size:
     rows = legal.query_real.sum(1).tolist() if alone else keys
     per_item = [n * m - (n * (n - 1) // 2 if legal.causal else 0) for n, m in zip(rows, keys, strict=True)]
     pairs, items = sum(per_item), sum(count > 0 for count in per_item)
-    whole = 2 if crossover.setting.causal else 1  # pairs of a causal text of n tokens: about n² / 2
-    return Size(items, math.sqrt(whole * pairs / max(items, 1)), pairs)
+    # A text of n tokens has n² pairs, a causal one about n² / 2.
+    tokens, length = (
+        math.sqrt((2 if causal else 1) * pairs / max(items, 1)) for causal in (crossover.setting.causal, legal.causal)
+    )
+    return Size(items, tokens, pairs, length)
 
 
 def for_heads(size: Size, crossover: Crossover, heads: int) -> Size:
     """The size in a table that was measured with another number of heads: as many more or fewer items."""
-    return Size(size.items * heads / crossover.setting.heads, size.tokens, size.pairs)
+    return replace(size, items=size.items * heads / crossover.setting.heads)
 
 
 def density_of(plan: Plan, size: Size) -> float:

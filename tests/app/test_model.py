@@ -44,13 +44,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(root: Path) -> Iterator[TestClient]:
     settings = load_settings(teacher=str(root / "teacher"), artifact=root / "few", audit_rate=1.0, device="cpu")
-    with serving(settings, ModelLoader(settings.teacher, settings.device)) as client:
+    with serving(settings, ModelLoader(settings.teacher, settings.device, "default")) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def model(root: Path) -> ServedModel:
-    return ServedModel(load_teacher(str(root / "teacher")), Content(root / "few", load(root / "few")), "cpu")
+    return ServedModel(load_teacher(str(root / "teacher")), Content(root / "few", load(root / "few")), "cpu", "default")
 
 
 def vectors(client: TestClient, text: Any, **fields: Any) -> np.ndarray[Any, Any]:
