@@ -20,9 +20,8 @@ def ran_layer(
     layer: int, density: float, ran: Sequence[Sequence[str]], repairs: Sequence[Sequence[Repair | None]]
 ) -> RanLayer:
     """One layer of a request; `ran` and `repairs` hold one entry per batch, and in it one per layer."""
-    return RanLayer(
-        density, dict(Counter(paths[layer] for paths in ran)), _joined([done[layer] for done in repairs if done])
-    )
+    passes = Counter(paths[layer] for paths in ran)
+    return RanLayer(density, dict(passes), _joined([done[layer] for done in repairs if done]))
 
 
 def _joined(repairs: Sequence[Repair | None]) -> Repair | None:

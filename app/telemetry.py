@@ -117,9 +117,8 @@ class Telemetry:
         )
         self.tokens = Counter(name + "tokens", "Tokens read.", modes, registry=registry)
         self.items = Counter(name + "items", "Texts embedded.", modes, registry=registry)
-        ran = ["attention", "ran"]
         self.layers = Counter(
-            name + "layer_passes", "Layers of forward passes, by what computed them.", ran, registry=registry
+            name + "layer_passes", "Layers of batches, by what computed them.", [*modes, "ran"], registry=registry
         )
         self.exact_rows = Counter(
             name + "exact_rows", "Rows of exact answers over layers and heads.", ["outcome"], registry=registry
