@@ -276,12 +276,12 @@ def prove_tiles(  # type: ignore[no-untyped-def]
             mine, first = keys[offsets[t] : offsets[t + 1]], first_row[offsets[t] : offsets[t + 1]]
             kv = (k[b, h // heads], v[b, h // heads])
             own = (low_q[b, h, s:e], rest[b, h, s:e], start[b, h, s:e], low_k[b, h])
-            added_bias = bias[b if bias.shape[0] > 1 else 0, h if biased else 0, s if biased else 0 :]
+            own_bias = bias[b if bias.shape[0] > 1 else 0, h, s:e] if biased else bias[0, 0]
             place = s + offset if offset >= 0 else -1
             counts = (survivors[b, h, s:e], added[b, h, s:e])
             lines = out[b, h, s:e]
             queries = q[b, h, s:e]
             prove_tile(
-                queries, kv, added_bias, biased, lines, own, seen[b], mine, first, place, alpha, step_floor, counts,
+                queries, kv, own_bias, biased, lines, own, seen[b], mine, first, place, alpha, step_floor, counts,
                 work, group, tile,
             )  # fmt: skip

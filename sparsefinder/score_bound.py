@@ -116,7 +116,8 @@ def _moments(tokens: Tensor) -> Tensor:
     moments = (some.mT @ some).double()
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(moments.shape[-1], dtype=torch.float64, device=tokens.device)
-    return torch.where(mean > 0, moments / mean, eye) + RIDGE * eye
+    usable = (mean > 0) & mean.isfinite()  # no tokens, or products that overflow: any coordinates will do
+    return torch.where(usable, moments / mean, eye) + RIDGE * eye
 
 
 def _slack(
