@@ -47,18 +47,20 @@ def bound_rows(query, rest, above, key, low, high, out):  # type: ignore[no-unty
 
 
 @inline_kernel
-def surviving(bounds, marks, low, n, index):  # type: ignore[no-untyped-def]
+def surviving(bounds, marks, low, n, hits, index):  # type: ignore[no-untyped-def]
     """Places among `n` keys from `low` on whose bound is not at most zero in some row (NaN survives); how many.
 
-    Keys that every row of the tile reads anyway are left out.
+    Keys that every row of the tile reads anyway are left out. No branches: which keys survive cannot be foreseen.
     """
     o0, o1, o2, o3, mark = bounds[0, :n], bounds[1, :n], bounds[2, :n], bounds[3, :n], marks[low : low + n]
     zero = bounds.dtype.type(0)
+    for c in range(n):
+        above = (not o0[c] <= zero) | (not o1[c] <= zero) | (not o2[c] <= zero) | (not o3[c] <= zero)
+        hits[c] = above & (mark[c] != READ_BY_ALL)
     found = 0
     for c in range(n):
         index[found] = c
-        excluded = o0[c] <= zero and o1[c] <= zero and o2[c] <= zero and o3[c] <= zero
-        found += not (excluded or mark[c] == READ_BY_ALL)
+        found += hits[c]
     return found
 
 
@@ -154,7 +156,7 @@ def prove_rows(scaled, k, bound, marks, r, ends, limit, alpha, margin, bias, bia
 
     The limit of a row rises with what is added: no weight exceeds one, so τ is at least `(α − 1) z − 1` for every z.
     """
-    (query, rest, start, key), (above, bounds, places, z, alive, more, more_scores, more_keys) = bound, group
+    (query, rest, start, key), (above, bounds, hits, places, z, alive, more, more_scores, more_keys) = bound, group
     infinity, reach = bounds.dtype.type(np.inf), bounds.dtype.type(1 / (alpha - 1))
     for low in range(0, ends.max(), WIDTH):
         n = min(WIDTH, ends.max() - low)
@@ -165,7 +167,7 @@ def prove_rows(scaled, k, bound, marks, r, ends, limit, alpha, margin, bias, bia
             for e in range(bias.shape[0]):
                 for c in range(n):
                     bounds[e, c] += bias[e, low + c]
-        for m in range(surviving(bounds, marks, low, n, places)):
+        for m in range(surviving(bounds, marks, low, n, hits, places)):
             c = places[m]
             j = low + c
             if repairs:
@@ -190,7 +192,7 @@ def prove_tile(  # type: ignore[no-untyped-def]
     """
     (k, v), (low_q, rest, start, low_k), (survivors, added) = kv, bound, found
     (scaled, block, scores, marks, ends, limit, low_rows, rests, starts), count = tile, k.shape[0]
-    above, bounds, places, z, alive, more, more_scores, more_keys = group
+    _, _, _, _, _, alive, more, more_scores, more_keys = group
     infinity, margin = q.dtype.type(np.inf), MARGIN * step_floor
     list_scores(q, k, keys, bias, biased, scaled, block, scores)
     for j in range(count):
@@ -249,6 +251,7 @@ def prove_tiles(  # type: ignore[no-untyped-def]
         group = (
             np.empty(ROWS, kind),
             np.empty((ROWS, WIDTH), kind),
+            np.empty(WIDTH, np.int32),
             np.empty(WIDTH + 1, np.int32),
             np.empty(ROWS, kind),
             np.empty(ROWS, np.int64),
@@ -273,12 +276,12 @@ def prove_tiles(  # type: ignore[no-untyped-def]
             mine, first = keys[offsets[t] : offsets[t + 1]], first_row[offsets[t] : offsets[t + 1]]
             kv = (k[b, h // heads], v[b, h // heads])
             own = (low_q[b, h, s:e], rest[b, h, s:e], start[b, h, s:e], low_k[b, h])
-            added_bias = bias[b if bias.shape[0] > 1 else 0, h if biased else 0, s if biased else 0 :]
+            own_bias = bias[b if bias.shape[0] > 1 else 0, h, s:e] if biased else bias[0, 0]
             place = s + offset if offset >= 0 else -1
             counts = (survivors[b, h, s:e], added[b, h, s:e])
             lines = out[b, h, s:e]
             queries = q[b, h, s:e]
             prove_tile(
-                queries, kv, added_bias, biased, lines, own, seen[b], mine, first, place, alpha, step_floor, counts,
+                queries, kv, own_bias, biased, lines, own, seen[b], mine, first, place, alpha, step_floor, counts,
                 work, group, tile,
             )  # fmt: skip

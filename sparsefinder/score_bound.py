@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsefinder.attention.call import Call, without_padding
 
-SAMPLE = 256  # tokens of which the coordinates are computed: they decide how tight the bound is, not whether it holds
+SAMPLE = 512  # tokens of which the coordinates are computed: they decide how tight the bound is, not whether it holds
 RIDGE = 1e-3  # of the mean second moment: keeps the coordinates well-conditioned where tokens span few dimensions
 RANK = 24  # see docs/decisions.md
 
@@ -52,79 +52,88 @@ def dropped_bound(call: Call, rank: int = RANK) -> ScoreBound:
         rank: r ≥ 1, rounded up to a multiple of 4; D (then the rest is zero) where it is larger.
     """
     q, k, _ = without_padding(call)
-    x, y, q_mean, k_mean, q = _centred(call, q, k)
-    w_q, w_k = _balanced(x, y)
-    a, b = x @ w_q, y @ w_k
-    rank = min(-(-rank // 4) * 4, -(-call.dims.dim // 4) * 4)
-    width = max(rank - call.dims.dim, 0)
-    first = slice(0, rank)
-    shift = (y @ q_mean.mT).squeeze(-1).masked_fill(~call.legal.key_real[:, None], -torch.inf)
-    key = torch.cat([_widened(b[..., first], width), _norm(b[..., rank:])[..., None], shift[..., None]], -1)
-    start = (q * k_mean).sum(-1) + _slack(call, q, k, x, y, (q_mean, k_mean), (w_q, w_k), (a, b))
-    query = _widened(a[..., first], width).contiguous()
-    return ScoreBound(rank, query, _norm(a[..., rank:]), start, key.mT.contiguous())
+    q, dim = q * call.scales[:, None, None], call.dims.dim
+    bias = 0.0 if call.bias is None else call.bias.abs().amax((-1, -2))[..., None]
+    start = _unit(call) * (_norm(q) * _longest(k).repeat_interleave(call.dims.group, 1) + bias)
+    hidden = ~call.legal.key_real[:, None]
+    if rank >= dim:
+        key = k.repeat_interleave(call.dims.group, 1)
+        nothing = k.new_zeros(()).expand(key.shape[:3])
+        return _packed(q, nothing[:, :, :1].expand(q.shape[:3]), start, key, nothing, nothing.masked_fill(hidden, -torch.inf))
+    x, y, q_mean, k_mean = _centred(call, q, k)
+    maps = _balanced(x, y)
+    a, b = x @ maps[0], y @ maps[1]
+    start = start + (q @ k_mean.mT).squeeze(-1) + _slack(call, x, y, (q_mean, k_mean), maps, (a, b))
+    shift = (y @ q_mean.mT).squeeze(-1).masked_fill(hidden, -torch.inf)
+    rank = min(-(-rank // 4) * 4, dim)
+    return _packed(a[..., :rank], _norm(a[..., rank:]), start, b[..., :rank], _norm(b[..., rank:]), shift)
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, width)) if width else x
+def _packed(query: Tensor, rest: Tensor, start: Tensor, key: Tensor, key_rest: Tensor, shift: Tensor) -> ScoreBound:
+    """The bound of these parts, key columns last; a rank that is no multiple of 4 is filled up with zeros."""
+    fill = -query.shape[-1] % 4
+    query, key = (torch.nn.functional.pad(part, (0, fill)) if fill else part for part in (query, key))
+    columns = torch.cat([key.mT, key_rest[..., None, :], shift[..., None, :]], 2)
+    return ScoreBound(query.shape[-1], query.contiguous(), rest.contiguous(), start, columns)
+
+
+def _unit(call: Call) -> float:
+    return float((call.dims.dim + 16) * torch.finfo(call.q.dtype).eps)
+
+
+def _longest(x: Tensor) -> Tensor:
+    return _norm(x).amax(-1, keepdim=True)
 
 
 def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
-def _centred(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Centred scaled queries and keys (zeros at padding), both means `[B, H, 1, D]`, and the scaled queries."""
-    q = q * call.scales[:, None, None]
+def _centred(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Centred queries and keys (zeros at padding) and both means `[B, H, 1, D]`, all of them per query head."""
     q_real, k_real = (real[:, None, :, None] for real in (call.legal.query_real, call.legal.key_real))
     q_mean = q.sum(2, keepdim=True) / q_real.sum(2, keepdim=True).clamp(min=1)
     k_mean = k.sum(2, keepdim=True) / k_real.sum(2, keepdim=True).clamp(min=1)
     x, y = (z if bool(real.all()) else z * real for z, real in ((q - q_mean, q_real), (k - k_mean, k_real)))
     group = call.dims.group
-    return x, y.repeat_interleave(group, 1), q_mean, k_mean.repeat_interleave(group, 1), q
+    return x, y.repeat_interleave(group, 1), q_mean, k_mean.repeat_interleave(group, 1)
 
 
 def _balanced(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """`Wq, Wk [B, H, D, D]` with `Wq Wkᵀ = I`, that give x and y equal second moments, diagonal and falling."""
-    q_moments, k_moments = (_moments(tokens) for tokens in (x, y))
-    low = torch.linalg.cholesky(q_moments)
-    square, turn = torch.linalg.eigh(low.mT @ k_moments @ low)
-    root = square.clamp(min=torch.finfo(square.dtype).tiny).flip(-1).sqrt().sqrt()[..., None, :]
+    """`Wq, Wk [B, H, D, D]` with `Wq Wkᵀ = I` that give x and y equal second moments, diagonal and falling."""
+    low = torch.linalg.cholesky(_moments(x))
+    square, turn = torch.linalg.eigh(low.mT @ _moments(y) @ low)
+    root = square.clamp(min=RIDGE**2).sqrt().sqrt()[..., None, :].flip(-1)
     turn = turn.flip(-1)
     w_q = torch.linalg.solve_triangular(low.mT, turn * root, upper=True)
     return w_q.to(x.dtype).contiguous(), (low @ (turn / root)).to(x.dtype).contiguous()
 
 
 def _moments(tokens: Tensor) -> Tensor:
-    """Second moments in float64, of mean one on the diagonal, with a ridge."""
-    step = -(-tokens.shape[2] // SAMPLE)
-    some = tokens[:, :, ::step].double()
-    moments = some.mT @ some
+    """Second moments in float64, of mean one on the diagonal, and a ridge."""
+    some = tokens[:, :, :: -(-tokens.shape[2] // SAMPLE)]
+    some = some / some.abs().amax((-1, -2), keepdim=True).clamp(min=torch.finfo(some.dtype).tiny)
+    moments = (some.mT @ some).double()
     mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(moments.shape[-1], dtype=torch.float64, device=tokens.device)
-    return torch.where(mean > 0, moments / mean.clamp(min=torch.finfo(torch.float64).tiny), eye) + RIDGE * eye
+    usable = (mean > 0) & mean.isfinite()  # no tokens, or products that overflow: any coordinates will do
+    return torch.where(usable, moments / mean, eye) + RIDGE * eye
 
 
 def _slack(
     call: Call,
-    q: Tensor,
-    k: Tensor,
     x: Tensor,
     y: Tensor,
     means: tuple[Tensor, Tensor],
     maps: tuple[Tensor, Tensor],
     coordinates: tuple[Tensor, Tensor],
 ) -> Float[Tensor, "B H N"]:
-    """What rounding may take from the bound or add to the score, per row, for the worst key."""
-    unit = (call.dims.dim + 16) * torch.finfo(q.dtype).eps
+    """What rounding may take from the bound, per row, for the worst key."""
     (q_mean, k_mean), (w_q, w_k), (a, b) = means, maps, coordinates
-    eye = torch.eye(call.dims.dim, dtype=torch.float64, device=q.device)
-    error = torch.linalg.matrix_norm(w_q.double() @ w_k.double().mT - eye).to(q.dtype)[..., None]
+    eye = torch.eye(call.dims.dim, dtype=torch.float64, device=x.device)
+    error = torch.linalg.matrix_norm(w_q.double() @ w_k.double().mT - eye).to(x.dtype)[..., None]
     q_size, k_size = (torch.linalg.matrix_norm(w)[..., None] for w in maps)
-    longest_k = _norm(k).amax(-1, keepdim=True).repeat_interleave(call.dims.group, 1) + _norm(k_mean)
-    longest_y, longest_b = _norm(y).amax(-1, keepdim=True), _norm(b).amax(-1, keepdim=True)
-    rows = _norm(q) * longest_k + _norm(x) * (q_size * longest_b + longest_y) + _norm(q_mean) * longest_y
+    longest_y, longest_b, x_norm = _longest(y), _longest(b), _norm(x)
+    rows = (x_norm + _norm(q_mean)) * (_norm(k_mean) + longest_y) + x_norm * q_size * longest_b
     rows = rows + _norm(a) * (k_size * longest_y + longest_b)
-    if call.bias is not None:
-        rows = rows + call.bias.abs().amax((-1, -2))[..., None]
-    return unit * rows + 2 * error * _norm(x) * longest_y
+    return _unit(call) * rows + 2 * error * x_norm * longest_y
