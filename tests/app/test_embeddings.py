@@ -1,6 +1,7 @@
 """POST /v1/embeddings with a model whose answers are known."""
 
 import base64
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from app_fakes import (
     LAYERS,
     MAX_TOKENS,
     MODE_OFFSET,
+    REPAIR,
     SEP,
     FakeLoader,
     embed,
@@ -19,6 +21,7 @@ from app_fakes import (
     make_settings,
     serving,
     token,
+    write_artifact,
 )
 from starlette.testclient import TestClient
 

@@ -41,7 +41,9 @@ def test_what_ran_and_what_was_repaired_is_counted(client: TestClient) -> None:
     name = 'sparsefinder_layer_passes_total{attention="%s",ran="%s"}'
     assert [value(client, name % ("auto", path)) for path in ("sparse", "dense", "exact")] == [1.0, 3.0, 0.0]
     assert value(client, name % ("sparse", "sparse")) == LAYERS
-    rows = [value(client, f'sparsefinder_exact_rows_total{{outcome="{which}"}}') for which in ("all", "proven", "repaired")]
+    rows = [
+        value(client, f'sparsefinder_exact_rows_total{{outcome="{which}"}}') for which in ("all", "proven", "repaired")
+    ]
     assert rows == [LAYERS * REPAIR.rows, LAYERS * REPAIR.proven, LAYERS * REPAIR.repaired]
     pairs = [value(client, f'sparsefinder_exact_pairs_total{{kind="{kind}"}}') for kind in ("survivors", "added")]
     assert pairs == [LAYERS * REPAIR.survivors, LAYERS * REPAIR.added]
