@@ -119,8 +119,8 @@ class Attached:
         plan_for: takes the place of the predictors; a layer for which it gives None computes all its legal pairs.
 
         Raises:
-            ConfigError: an unknown mode; one other than `dense` without predictors or `plan_for`; `exact` with α = 1; `auto`
-                on a device for which no crossover is shipped and none was measured.
+            ConfigError: an unknown mode; one other than `dense` without predictors or `plan_for`; `exact` with α = 1;
+                `auto` on a device for which no crossover is shipped and none was measured.
         """
         if mode not in MODES:
             raise ConfigError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
