@@ -1,7 +1,7 @@
 """What a proof of exactness costs: survivors and repairs of real plans, and time beside dense entmax attention.
 
-    python -m benchmarks.exact --data runs/smollm2-twin [--tokens 1024 2048 4096] [--layers 2 8 14 20 26] [--ranks 32 64]
-                               [--quick] [--json FILE]
+    python -m benchmarks.exact --data runs/smollm2-twin [--tokens 1024 2048 4096] [--layers 2 8 14 20 26]
+                               [--ranks 40 64] [--quick] [--json FILE]
 
 The entmax twin of a run reads held-out text with the run's own plans; the queries, keys and values of some layers are
 kept, and each layer's attention is computed in turn by every way, `--repeats` times (medians; ratios are medians of
@@ -51,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for name, value in result["about"].items():
         print(f"{name}: {value}")
     print(f"\n{'tokens':>6} {'layer':>5} {'rank':>4} {'density':>7} {'proven':>6} {'survive':>7} {'added':>6} ", end="")
-    print(f"{'repaired':>8} {'plan':>7} {'certify':>7} {'exact':>7} {'dense':>7} {'package':>8} {'to dense':>8} {'error':>7}")
+    print(
+        f"{'repaired':>8} {'plan':>7} {'certify':>7} {'exact':>7} {'dense':>7} {'package':>8} "
+        f"{'to dense':>8} {'error':>7}"
+    )
     with progress() as on_progress:
         cases = len(options.tokens) * len(options.layers)
         for done, call in enumerate(_calls(options)):
@@ -165,7 +168,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder of a run of an entmax twin")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 14, 20, 26])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64], help="of the bound; the head's dims = no bound")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[40, 64], help="of the bound; the head's dims = no bound"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
     parser.add_argument("--seed", type=int, default=0)

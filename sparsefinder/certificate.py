@@ -1,10 +1,10 @@
 """Proof that attention over a plan is attention over all keys, row by row, and repair of the rows where it is not.
 
-Over the listed keys S a row has a threshold τ_S ≤ τ, that of all its legal keys: a sum over more keys reaches one
-earlier. So the row is exactly the dense one if and only if no dropped legal key has `(α − 1) score > τ_S` (design: sparse
-consistency). Dropped scores are bounded from above first (`dropped_bound`); only those of pairs that survive the bound
-are computed. Adding all keys that exceed τ_S repairs the row at once, since none of them can fall short of it and
-matter: with the keys added τ rises, so every key of the dense support exceeds τ_S.
+Over the listed keys S a row has a threshold τ_S ≤ τ, that over all its legal keys, because the sum over more keys
+reaches one earlier. So the row is exactly the dense one if and only if no dropped legal key has `(α − 1) score > τ_S`
+(sparse consistency of α-entmax, Peters et al., 2019; docs/decisions.md). Dropped scores are bounded first
+(`dropped_bound`), and only those of pairs that survive the bound are computed. One round repairs a row: τ only rises
+when keys are added, so every key that has weight in the end exceeds τ_S now, and all of those are added.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from sparsefinder.certificate_kernels import prove_tiles
 from sparsefinder.errors import AlphaError, BackendError, PatternError, ShapeError
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
-from sparsefinder.score_bound import RANK, dropped_bound
+from sparsefinder.score_bound import cheapest_rank, dropped_bound
 from sparsefinder.threads import threads_for
 
 
@@ -65,14 +65,15 @@ def certify(
     alpha: float = 1.5,
     scale: float | Tensor | None = None,
     bias: Float[Tensor, "#B H N M"] | None = None,
-    rank: int = RANK,
+    rank: int | None = None,
 ) -> Certificate:
     """Which rows of attention over `plan` are proven to be those over all legal keys, without their scores.
 
     A row that is not proven may still be exact: the bound is above the score. Arguments as in `attend`.
 
     Args:
-        rank: of the bound, see `dropped_bound`: higher costs more per pair and leaves fewer survivors.
+        rank: of the bound, see `dropped_bound`: a higher one costs more per pair and leaves fewer survivors. None =
+            what is cheapest for these sizes.
 
     Raises:
         AlphaError: α = 1, or not a number above it.
@@ -95,12 +96,12 @@ def attend_exact(
     alpha: float = 1.5,
     scale: float | Tensor | None = None,
     bias: Float[Tensor, "#B H N M"] | None = None,
-    rank: int = RANK,
+    rank: int | None = None,
 ) -> tuple[Float[Tensor, "B H N Dv"], Repair]:
     """`attend_dense`, whatever the plan says: attention over the plan, proof, and repair of the rows that need it.
 
-    The better the plan, the cheaper. In a causal layer no bit of a row depends on later tokens. Where α > 2, entmax turns
-    an error ε of a score into one of `ε^{1/(α−1)}` of a weight, here as in `attend_dense`.
+    The better the plan, the cheaper. In a causal layer no bit of a row depends on later tokens. Equal to 1e-5 in
+    float32 for α ≤ 2; above, entmax turns an error ε of a score into one of `ε^{1/(α−1)}` of a weight, here as there.
 
     Arguments and errors as in `certify`; no gradient (BackendError).
     """
@@ -145,20 +146,20 @@ def _checked(
 
 
 def _run(
-    call: Call, plan: Plan, rank: int, out: Float[Tensor, "B H N Dv"] | None
+    call: Call, plan: Plan, rank: int | None, out: Float[Tensor, "B H N Dv"] | None
 ) -> tuple[Int64[Tensor, "B H N"], Int64[Tensor, "B H N"]]:
     """Survivors and added keys of every row; with `out` the rows are written to it, and repaired."""
     found = [torch.zeros(call.q.shape[:3], dtype=torch.int64) for _ in range(2)]
     if not plan.tile_rows.shape[0]:
         return found[0], found[1]
-    bound = dropped_bound(call, rank)
+    bound = dropped_bound(call, cheapest_rank(call) if rank is None else rank)
     q, k, v = without_padding(call)
     seen = torch.nn.functional.pad(call.legal.key_real.long().cumsum(-1), (1, 0))
     longest, highest = int(plan.offsets.diff().max()), int(plan.tile_rows.max())
     bias = q.new_zeros(1, 1, 1, 1) if call.bias is None else call.bias
     writes = q.new_zeros(*q.shape[:3], 0) if out is None else out
     floor = _array(q).dtype.type(torch.finfo(q.dtype).eps / 2)
-    work = call.dims.heads * sum(call.legal.count(b) for b in range(call.dims.batch)) * (rank + 8) // 8
+    work = call.dims.heads * sum(call.legal.count(b) for b in range(call.dims.batch)) * (bound.rank + 8) // 8
     with threads_for(work) as parts:
         prove_tiles(
             (_array(q * call.scales[:, None, None]), _array(k), _array(v)),

@@ -80,36 +80,32 @@ def score_rows(query, key, out):  # type: ignore[no-untyped-def]
 
 
 @inline_kernel
-def list_limit(line, alpha, step_floor, index, weight):  # type: ignore[no-untyped-def]
-    """(limit, weights): what a dropped key's score must exceed to matter, given the listed scores of a row.
+def weigh_row(line, keys, v, alpha, step_floor, work, out):  # type: ignore[no-untyped-def]
+    """From the scores of a row to its output, and what the score of another key must exceed to matter.
 
-    The limit is `τ / (α − 1)`, read off the greatest weight, less some rounding. Scores that are not finite give +inf.
+    That limit is `τ / (α − 1)`, read off the greatest weight, less some rounding. Scores that are not finite give NaN
+    and +inf, none at all zeros and −inf. Nothing is written where `out` has no columns.
     """
+    index, weight, _, _ = work
     infinity = line.dtype.type(np.inf)
     top = -infinity
     bad = 0
     for c in range(line.shape[0]):
         top = max(top, line[c])
         bad += line[c] != line[c]
+    out[:] = 0
     if bad > 0 or top == infinity:
-        return infinity, -1
+        out[:] = np.nan
+        return infinity
     if top == -infinity:
-        return -infinity, 0
+        return top
     n = row_weights(line, top, alpha, step_floor, index, weight)
-    best = line.dtype.type(0)
-    for c in range(n):
+    if out.shape[0] > 0:
+        mix_values(v, keys, index[:n], weight[:n], out)
+    best = weight[0]
+    for c in range(1, n):
         best = max(best, weight[c])
-    return line.dtype.type(top - best ** (alpha - 1) / (alpha - 1) - MARGIN * step_floor * (abs(top) + 1)), n
-
-
-@inline_kernel
-def write_row(line, names, v, alpha, step_floor, index, weight, out):  # type: ignore[no-untyped-def]
-    """Output of a row over these scores and keys; NaN where they are not finite. The limit as in `list_limit`."""
-    limit, n = list_limit(line, alpha, step_floor, index, weight)
-    out[:] = np.nan if n < 0 else 0
-    if n > 0:
-        mix_values(v, names, index[:n], weight[:n], out)
-    return limit
+    return line.dtype.type(top - best ** (alpha - 1) / (alpha - 1) - MARGIN * step_floor * (abs(top) + 1))
 
 
 @inline_kernel
@@ -126,28 +122,25 @@ def list_scores(q, k, keys, bias, biased, scaled, block, scores):  # type: ignor
 
 
 @inline_kernel
-def open_row(scores, first_row, r, keys, v, alpha, step_floor, work, out):  # type: ignore[no-untyped-def]
-    """(limit, listed keys) of row `r` of the tile: scores of keys that only later rows read become −inf."""
-    index, weight, _, _ = work
+def hide_later(scores, first_row, r):  # type: ignore[no-untyped-def]
+    """Scores of listed keys that only later rows than `r` read become −inf; how many are left."""
     kept = 0
     for c in range(first_row.shape[0]):
         reads = first_row[c] <= r
         kept += reads
         scores[c] = scores[c] if reads else -scores.dtype.type(np.inf)
-    if out.shape[0] > 0:
-        return write_row(scores, keys, v, alpha, step_floor, index, weight, out), kept
-    return list_limit(scores, alpha, step_floor, index, weight)[0], kept
+    return kept
 
 
 @inline_kernel
-def write_more(scores, keys, more_scores, more_keys, v, alpha, step_floor, work, out):  # type: ignore[no-untyped-def]
-    """Output of a row over listed and added keys."""
-    index, weight, line, names = work
+def join(scores, keys, more_scores, more_keys, work):  # type: ignore[no-untyped-def]
+    """Listed and added keys of a row in one line of `work`; how many."""
+    _, _, line, names = work
     n = keys.shape[0]
     total = n + more_keys.shape[0]
     line[:n], line[n:total] = scores, more_scores
     names[:n], names[n:total] = keys, more_keys
-    write_row(line[:total], names[:total], v, alpha, step_floor, index, weight, out)
+    return total
 
 
 @inline_kernel
@@ -206,7 +199,8 @@ def prove_tile(  # type: ignore[no-untyped-def]
             limit[e], ends[e], alive[e], more[e] = infinity, 0, 0, 0
         for e in range(taken):
             row = scores[r + e, : keys.shape[0]]
-            limit[e], kept = open_row(row, first_row, r + e, keys, v, alpha, step_floor, work, out[r + e])
+            kept = hide_later(row, first_row, r + e)
+            limit[e] = weigh_row(row, keys, v, alpha, step_floor, work, out[r + e])
             ends[e] = max(0, min(count, place + r + e + 1)) if place >= 0 else count
             waiting = max(waiting, seen[ends[e]] - kept)
             low_rows[e], rests[e], starts[e] = low_q[r + e], rest[r + e], start[r + e]
@@ -220,8 +214,9 @@ def prove_tile(  # type: ignore[no-untyped-def]
         for e in range(taken):
             survivors[r + e], added[r + e] = alive[e], more[e]
             if more[e] > 0:
-                row, a, b = scores[r + e, : keys.shape[0]], more_scores[e, : more[e]], more_keys[e, : more[e]]
-                write_more(row, keys, a, b, v, alpha, step_floor, work, out[r + e])
+                row = scores[r + e, : keys.shape[0]]
+                n = join(row, keys, more_scores[e, : more[e]], more_keys[e, : more[e]], work)
+                weigh_row(work[2][:n], work[3][:n], v, alpha, step_floor, work, out[r + e])
 
 
 @parallel_kernel

@@ -16,7 +16,8 @@ from sparsefinder.attention.call import Call, without_padding
 
 SAMPLE = 512  # tokens of which the coordinates are computed: they decide how tight the bound is, not whether it holds
 RIDGE = 1e-3  # of the mean second moment: keeps the coordinates well-conditioned where tokens span few dimensions
-RANK = 24  # see docs/decisions.md
+RANK = 40  # see docs/decisions.md
+SAVED = 4  # a low rank must save this many times the products that its coordinates cost: survivors take the rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +39,19 @@ class ScoreBound:
     key: Float[Tensor, "B H r_and_2 M"]
 
 
-def dropped_bound(call: Call, rank: int = RANK) -> ScoreBound:
+def dropped_bound(call: Call, rank: int) -> ScoreBound:
     """The bound for one attention call, in its dtype; nothing of size N × M is made.
 
     Coordinates come from second moments of this call's own tokens, per query head (a kv head's queries differ more than
     its keys). They may look at every token, the future included: they decide what is looked at, not what is found.
 
-    All rounding is paid for by `start`. With c = (D + 16) ε: a sum of at most D + 5 products is off by less than c times
-    the sum of their absolute values, whatever its order; `Wq Wkᵀ − I` is measured. Rests are norms of vectors, not roots of
-    differences of squares, which cancel.
+    All rounding is paid for by `start`. With c = (D + 16) ε a sum of at most D + 5 products is off by less than c times
+    the sum of their absolute values, whatever its order; `Wq Wkᵀ − I` is measured. Rests are norms of vectors, not
+    roots of differences of squares, which cancel.
 
     Args:
-        rank: r ≥ 1, rounded up to a multiple of 4; D (then the rest is zero) where it is larger.
+        rank: r ≥ 1, rounded up to a multiple of 4. From D on the bound is the score itself, up to rounding, and no
+            coordinates are computed.
     """
     q, k, _ = without_padding(call)
     q, dim = q * call.scales[:, None, None], call.dims.dim
@@ -58,8 +60,8 @@ def dropped_bound(call: Call, rank: int = RANK) -> ScoreBound:
     hidden = ~call.legal.key_real[:, None]
     if rank >= dim:
         key = k.repeat_interleave(call.dims.group, 1)
-        nothing = k.new_zeros(()).expand(key.shape[:3])
-        return _packed(q, nothing[:, :, :1].expand(q.shape[:3]), start, key, nothing, nothing.masked_fill(hidden, -torch.inf))
+        rest, shift = q.new_zeros(q.shape[:3]), k.new_zeros(key.shape[:3])
+        return _packed(q, rest, start, key, shift, shift.masked_fill(hidden, -torch.inf))
     x, y, q_mean, k_mean = _centred(call, q, k)
     maps = _balanced(x, y)
     a, b = x @ maps[0], y @ maps[1]
@@ -67,6 +69,14 @@ def dropped_bound(call: Call, rank: int = RANK) -> ScoreBound:
     shift = (y @ q_mean.mT).squeeze(-1).masked_fill(hidden, -torch.inf)
     rank = min(-(-rank // 4) * 4, dim)
     return _packed(a[..., :rank], _norm(a[..., rank:]), start, b[..., :rank], _norm(b[..., rank:]), shift)
+
+
+def cheapest_rank(call: Call) -> int:
+    """`RANK` where that saves more than the coordinates cost (longer texts, larger heads), else D."""
+    dims = call.dims
+    pairs = sum(call.legal.count(b) for b in range(dims.batch)) / dims.batch
+    cost = dims.dim**2 * (dims.queries + dims.keys)
+    return RANK if pairs * (dims.dim - RANK) > SAVED * cost else dims.dim
 
 
 def _packed(query: Tensor, rest: Tensor, start: Tensor, key: Tensor, key_rest: Tensor, shift: Tensor) -> ScoreBound:
@@ -86,7 +96,8 @@ def _longest(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norm
 
 
 def _centred(call: Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,4 +147,5 @@ def _slack(
     longest_y, longest_b, x_norm = _longest(y), _longest(b), _norm(x)
     rows = (x_norm + _norm(q_mean)) * (_norm(k_mean) + longest_y) + x_norm * q_size * longest_b
     rows = rows + _norm(a) * (k_size * longest_y + longest_b)
-    return _unit(call) * rows + 2 * error * x_norm * longest_y
+    slack: Tensor = _unit(call) * rows + 2 * error * x_norm * longest_y
+    return slack

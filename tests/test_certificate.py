@@ -1,4 +1,4 @@
-"""The bound is never below a score, the certificate never wrong, and `attend_exact` dense attention whatever the plan."""
+"""The bound is never below a score, the certificate never wrong, and `attend_exact` is dense, whatever the plan."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from sparsefinder.patterns.content import InEdges
 from sparsefinder.patterns.legal import Legal, legal_from_mask, legal_full
 from sparsefinder.patterns.positional import Nothing, Window
 from sparsefinder.plan import build_plan, plan_matrix
-from sparsefinder.score_bound import dropped_bound
+from sparsefinder.score_bound import RANK, cheapest_rank, dropped_bound
 
 KINDS = ("offset", "tiny", "parallel", "lopsided", "outlier", "plain")
 
@@ -55,7 +55,9 @@ def hostile(kind, seed, dtype=torch.float32, tokens=24, dim=8):
 def bound_matrix(bound):
     """All bounds, added up in the dtype of the bound."""
     low = bound.query @ bound.key[..., : bound.rank, :]
-    return low + bound.rest[..., None] * bound.key[..., -2, None, :] + bound.key[..., -1, None, :] + bound.start[..., None]
+    return (
+        low + bound.rest[..., None] * bound.key[..., -2, None, :] + bound.key[..., -1, None, :] + bound.start[..., None]
+    )
 
 
 def exact_scores(q, k, scale):
@@ -145,7 +147,9 @@ def test_certificates_are_true(batch, alpha, rank):
 
 
 def exact(batch, plan, alpha=1.5, scale=0.2, rank=4, bias=None):
-    return attend_exact(batch.q, batch.k, batch.v, plan, legal=batch.legal, alpha=alpha, scale=scale, bias=bias, rank=rank)
+    return attend_exact(
+        batch.q, batch.k, batch.v, plan, legal=batch.legal, alpha=alpha, scale=scale, bias=bias, rank=rank
+    )
 
 
 @given(batches(longest=24), st.sampled_from([1.3, 1.5, 2.0, 3.0]), st.sampled_from(["diagonal", "random", "gold"]))
@@ -174,6 +178,23 @@ def test_single_precision_equals_dense(batch, alpha, diagonal):
     out, _ = exact(batch, plan, alpha)
     close(out, attend_dense(batch.q, batch.k, batch.v, batch.legal, alpha=alpha, scale=0.2), 1e-5)
     assert (out.masked_select(~batch.legal.query_real[:, None, :, None]) == 0).all()
+
+
+def test_the_rank_is_low_only_where_that_pays():
+    def chosen(tokens, dim):
+        q = torch.zeros(1, 1, tokens, dim)
+        return cheapest_rank(checked(q, q, q, legal_full(1, tokens, tokens, causal=True), 1.5, None))
+
+    assert [chosen(n, 64) for n in (512, 2048, 8192)] == [64, 64, RANK]
+    assert chosen(8192, RANK) == RANK
+    assert [chosen(n, 128) for n in (256, 2048)] == [128, RANK]
+
+
+def test_the_default_rank_is_exact_too():
+    batch = make([90], pad_left=False, causal=True, seed=10, dim=48)
+    plan = build_plan(Window(0), batch.legal, 1, heads=2)
+    for rank in (None, 12, 41):
+        close(exact(batch, plan, rank=rank)[0], attend_dense(batch.q, batch.k, batch.v, batch.legal, scale=0.2), 1e-5)
 
 
 def test_a_diagonal_plan_is_repaired_and_says_so():
