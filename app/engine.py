@@ -15,8 +15,10 @@ import numpy as np
 from app import telemetry
 from app.audit import AuditedLayer, Auditor, Sample
 from app.errors import ApiError, non_finite
+from app.layers import ran_layer
 from app.schemas import Mode
 from app.servable import Answer, Counts, Description, Ids, Job, Loader, Servable, Vectors
+from sparsefinder.certificate import Repair
 from sparsefinder.errors import SparsefinderError
 
 Result = TypeVar("Result")
@@ -34,6 +36,8 @@ class _Total:
     computed: Counts | int = 0
     legal: int = 0
     seconds: float = 0.0
+    ran: list[tuple[str, ...]] = field(default_factory=list)
+    repairs: list[tuple[Repair | None, ...]] = field(default_factory=list)
     audits: list[tuple[AuditedLayer, ...]] = field(default_factory=list)
 
 
@@ -116,11 +120,12 @@ class Engine:
             await self._run(partial(self._forward, model, ids, group, job.mode, here, total))
         vectors = np.stack([vector for vector in total.vectors if vector is not None])
         computed = np.asarray(total.computed)
-        layers = tuple(float(share) for share in computed.mean(1) / total.legal)
+        shares = [float(share) for share in computed.mean(1) / total.legal]
+        layers = tuple(ran_layer(layer, share, total.ran, total.repairs) for layer, share in enumerate(shares))
         if total.audits:
             self._after(self._audit(model.description.version, total.audits))
         return Answer(
-            vectors, tuple(lengths), truncated, model.description, float(np.mean(layers)), layers, total.seconds * 1000
+            vectors, tuple(lengths), truncated, model.description, float(np.mean(shares)), layers, total.seconds * 1000
         )
 
     async def ready(self) -> Description:
@@ -171,12 +176,13 @@ class Engine:
     async def _load(self, folder: Path) -> Servable:
         content = await asyncio.to_thread(self.loader.read, folder)
         fresh = await self._run(partial(self.loader.build, content))
-        await self._run(partial(self._probe, fresh))
+        for mode in fresh.description.modes:  # compiles every kernel, so that no client waits for that
+            await self._run(partial(self._probe, fresh, mode))
         return fresh
 
-    def _probe(self, model: Servable) -> None:
-        """On the worker: one sparse forward pass must give finite vectors of the promised size."""
-        vectors = model.forward(model.tokenize([PROBE_TEXT]), "sparse", None).vectors
+    def _probe(self, model: Servable, mode: Mode = "sparse") -> None:
+        """On the worker: one forward pass must give finite vectors of the promised size."""
+        vectors = model.forward(model.tokenize([PROBE_TEXT]), mode, None).vectors
         if vectors.shape != (1, model.description.dimensions):
             raise SparsefinderError(f"probe: expected shape {(1, model.description.dimensions)}, got {vectors.shape}")
         _require_finite(vectors)
@@ -198,6 +204,8 @@ class Engine:
         total.computed = total.computed + done.computed
         total.legal += done.legal
         total.seconds += time.perf_counter() - started
+        total.ran.append(done.ran)
+        total.repairs.append(done.repairs)
         if done.audit:
             total.audits.append(done.audit)
 

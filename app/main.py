@@ -28,7 +28,7 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
             ModelLoader,
         )  # here, for it takes transformers seconds to import, and tests need none of it
 
-        loader = ModelLoader(settings.teacher, settings.device)
+        loader = ModelLoader(settings.teacher, settings.device, settings.crossover)
     auditor = Auditor(settings.audit_rate, settings.audit_rows, settings.audit_window, figures)
     return Engine(
         loader,
@@ -40,13 +40,10 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
 
 
 def _limit_threads(threads: int) -> None:
-    """On the worker thread: torch and numba both keep this number per thread."""
-    if threads:
-        import numba
-        import torch
+    """On the worker thread: torch and numba both keep this number per thread, so both get it there."""
+    from sparsefinder.threads import limit_threads  # here, for torch takes a while to import
 
-        torch.set_num_threads(threads)
-        numba.set_num_threads(min(threads, numba.get_num_threads()))
+    limit_threads(threads)
 
 
 def create_app(

@@ -13,10 +13,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
-from app.schemas import Mode
+from app.schemas import MODES, Mode
 from app.servable import Counts, Description, Forward, Ids
+from app.settings import CrossoverSource
 from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
+from sparsefinder.certificate import Repair
 from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import Legal, legal_from_mask
@@ -46,9 +48,10 @@ class Content:
 class ModelLoader:
     """Loads artifacts for one teacher, which is loaded once and shared: it answers in the mode `original`."""
 
-    def __init__(self, teacher: str, device: str):
+    def __init__(self, teacher: str, device: str, crossover: CrossoverSource):
         self._name = teacher
         self._device = choose_device(device)
+        self._crossover = crossover
         self._teacher: Teacher | None = None
 
     def read(self, folder: Path) -> Content:
@@ -61,23 +64,28 @@ class ModelLoader:
         Raises:
             IncompatibleModelError: the artifact was trained for another teacher, or does not fit this one.
             ArtifactError: its delta does not fit.
+            ConfigError: shipped crossovers are asked for on a device that has none.
             DataError: the teacher cannot be loaded.
         """
         if self._teacher is None:
             disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is JSON lines
             self._teacher = load_teacher(self._name, device=self._device)
             require_encoder(self._teacher)
-        return ServedModel(self._teacher, content, self._device)
+        return ServedModel(self._teacher, content, self._device, self._crossover)
 
 
 class ServedModel:
     """One artifact, ready to answer in every attention mode."""
 
-    def __init__(self, original: Teacher, content: Content, device: str):
+    def __init__(self, original: Teacher, content: Content, device: str, crossover: CrossoverSource):
         artifact, card = content.artifact, content.artifact.card
         self._original = original
         self._twin = replace(original, model=copy.deepcopy(original.model))
         self._attached: Attached = attach_artifact(self._twin, artifact)
+        if crossover == "measure" and any(predictor is not None for predictor in artifact.layers):
+            self._attached.load_crossover()
+        else:
+            self._attached.ship_crossover()
         self._special = frozenset(original.tokenizer.all_special_ids) - {original.tokenizer.unk_token_id}
         self.calibration = calibration_of(card.calibration)
         self.description = Description(
@@ -95,6 +103,7 @@ class ServedModel:
             vocabulary=int(self._twin.model.config.vocab_size),
             device=device,
             threads=torch.get_num_threads(),  # of the worker, on which this runs
+            modes=tuple(mode for mode in MODES if mode != "exact" or (card.alpha > 1 and device == "cpu")),
         )
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:
@@ -116,14 +125,17 @@ class ServedModel:
         teacher = self._original if mode == "original" else self._twin
         tokens, mask = batch(teacher, ids)
         legal_pairs = legal_count(legal_from_mask(mask))
-        seen = _Observer(self.description.heads, sample)
+        seen = _Observer(self.description.heads, sample, may_be_dense=mode in ("dense", "auto"))
         if mode == "original":
             vectors = embed(teacher, tokens, mask)
+            computed, ran = self._dense_pairs(mask), ("original",) * self.description.layers
         else:
-            with self._attached.using(mode, observe=seen if mode == "sparse" else None):
+            with self._attached.using(mode, observe=seen):
                 vectors = embed(teacher, tokens, mask)
-        computed = np.stack(seen.computed) if mode == "sparse" else self._dense_pairs(mask)
-        return Forward(vectors.float().cpu().numpy(), computed, legal_pairs, tuple(seen.audit))
+            computed, ran = np.stack(seen.computed), tuple(seen.ran)
+        return Forward(
+            vectors.float().cpu().numpy(), computed, legal_pairs, ran, tuple(seen.audit), tuple(seen.repairs)
+        )
 
     def _dense_pairs(self, mask: Tensor) -> Counts:
         """`[L, H]`: the pairs of each layer that exist, which in a sliding-window layer are few."""
@@ -139,20 +151,27 @@ def legal_count(legal: Legal) -> int:
 class _Observer:
     """Counts what each layer computed, and keeps the audited rows of one item (none of a sliding-window layer)."""
 
-    def __init__(self, heads: int, sample: Sample | None):
+    def __init__(self, heads: int, sample: Sample | None, may_be_dense: bool):
         self.heads = heads
         self.sample = sample
+        self.may_be_dense = may_be_dense
         self.computed: list[Any] = []
+        self.ran: list[str] = []
+        self.repairs: list[Repair | None] = []
         self.audit: list[AuditedLayer] = []
 
     def __call__(self, call: LayerCall) -> None:
-        """See one layer of a sparse forward pass."""
+        """See one layer of a forward pass."""
+        self.ran.append(call.ran)
+        self.repairs.append(call.repair)
         if call.plan is not None:
-            self.computed.append(computed_pairs(call.plan).sum(0).cpu().numpy())
-        elif call.legal.radius is not None:
+            # Scores that a proof needed are known for all heads together; answers show the mean over heads.
+            proof = 0 if call.repair is None else round(call.repair.survivors / self.heads)
+            self.computed.append(computed_pairs(call.plan).sum(0).cpu().numpy() + proof)
+        elif self.may_be_dense or call.legal.radius is not None:
             self.computed.append(np.full(self.heads, legal_count(call.legal), dtype=np.int64))
-        else:  # `sparse` was asked for: a layer without a plan would be dense in silence
-            raise IncompatibleModelError(f"layer {call.layer}: expected a plan in mode sparse, got none")
+        else:  # `sparse` or `exact` was asked for: a layer without a plan would be dense in silence
+            raise IncompatibleModelError(f"layer {call.layer}: expected a plan, got none")
         if self.sample is not None:
             self.audit.append(audited_layer(call, self.sample))
 

@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +20,19 @@ from app import telemetry
 from app.auth import require_admin_key, require_api_key
 from app.engine import Engine
 from app.errors import ApiError
-from app.schemas import MODES, EmbeddingRequest, ReloadRequest, parse, read_json
+from app.schemas import EmbeddingRequest, Mode, ReloadRequest, parse, read_json
 from app.servable import Answer, Description, Job
 from app.settings import Settings
 from app.telemetry import Telemetry
 
 ESTIMATOR = "sum of kept gold pairs / sum of gold pairs over audited rows; interval: 95 % bootstrap over requests"
+SETS: dict[Mode, str] = {  # what computed densities of an answer are of
+    "original": "all legal pairs",
+    "dense": "all legal pairs",
+    "sparse": "plan",
+    "exact": "plan, and the pairs that its proof scored",
+    "auto": "plan where sparse ran, all legal pairs where dense did",
+}
 LIBRARIES = ("sparsefinder", "torch", "transformers", "tokenizers", "numba", "numpy", "fastapi", "uvicorn")
 
 
@@ -109,6 +117,7 @@ async def embeddings(request: Request) -> Response:
     facts.artifact, facts.tokens = answer.description.version, sum(answer.tokens)
     facts.inference_ms, facts.computed_density = round(answer.inference_ms, 3), round(answer.density, 6)
     _figures(request).embedded(facts, sum(answer.truncated))
+    _figures(request).computed(asked.attention, answer.layers)
     headers = {
         "x-sparsefinder-attention": asked.attention,
         "x-sparsefinder-artifact": answer.description.version,
@@ -127,6 +136,10 @@ def _check(asked: EmbeddingRequest, description: Description, name: str, max_ite
         expected = f"{description.dimensions} (this model cannot shorten its vectors)"
         message = f"dimensions: expected {expected}, got {asked.dimensions}"
         raise ApiError(422, "dimensions_not_supported", message, "dimensions")
+    if asked.attention not in description.modes:  # entmax with a zero is what a plan can be proved by
+        reason = "expected entmax (alpha above 1) on a CPU for exact"
+        message = f"attention: {reason}, got alpha {description.alpha:g} on {description.device}"
+        raise ApiError(422, "attention_not_supported", message, "attention")
     many = isinstance(asked.input, list) and not isinstance(asked.input[0], int)
     if many and len(asked.input) > max_items:
         raise ApiError(
@@ -143,7 +156,9 @@ def _embedding_answer(asked: EmbeddingRequest, answer: Answer, name: str) -> dic
         data.append({"object": "embedding", "index": index, "embedding": coded})
     tokens = sum(answer.tokens)
     layers = [
-        {"layer": layer, "computed_density": share, "sparsity": 1 - share} for layer, share in enumerate(answer.layers)
+        {"layer": index, "ran": layer.ran, "computed_density": layer.density, "sparsity": 1 - layer.density}
+        | ({} if layer.repair is None else {"repair": asdict(layer.repair)})
+        for index, layer in enumerate(answer.layers)
     ]
     return {
         "object": "list",
@@ -154,7 +169,7 @@ def _embedding_answer(asked: EmbeddingRequest, answer: Answer, name: str) -> dic
             "attention": asked.attention,
             "artifact": answer.description.artifact,
             "artifact_version": answer.description.version,
-            "set": "plan" if asked.attention == "sparse" else "all legal pairs",
+            "set": SETS[asked.attention],
             "computed_density": answer.density,
             "layers": layers,
             "tokens": answer.tokens,
@@ -168,7 +183,7 @@ def _embedding_answer(asked: EmbeddingRequest, answer: Answer, name: str) -> dic
 async def models(request: Request) -> Response:
     """The one model that this process serves."""
     settings, engine = _settings(request), _engine(request)
-    about = {"artifact": engine.model.description.version, "attention": MODES}
+    about = {"artifact": engine.model.description.version, "attention": engine.model.description.modes}
     created = request.app.state.created
     entry = {
         "id": settings.name(),
@@ -210,7 +225,7 @@ async def info(request: Request) -> Response:
     description = vars(engine.model.description)
     content = {
         "model": settings.name(),
-        "attention_modes": MODES,
+        "attention_modes": engine.model.description.modes,
         "artifact": description,
         "device": description["device"],
         "threads": description["threads"],

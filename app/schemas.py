@@ -8,8 +8,8 @@ from starlette.requests import Request
 
 from app.errors import ApiError, printable
 
-Mode = Literal["original", "dense", "sparse"]
-MODES: tuple[Mode, ...] = ("original", "dense", "sparse")
+Mode = Literal["original", "dense", "sparse", "exact", "auto"]
+MODES: tuple[Mode, ...] = ("original", "dense", "sparse", "exact", "auto")
 
 
 def _encodable(value: str) -> str:
@@ -42,7 +42,12 @@ class EmbeddingRequest(Strict):
     encoding_format: Literal["float", "base64"] = Field("float", description="base64 is little-endian float32.")
     dimensions: int | None = Field(None, description="Only the model's own number of dimensions is supported.")
     user: Text | None = Field(None, description="Accepted for compatibility, neither used nor logged.")
-    attention: Mode = Field("sparse", description="Which attention computes the answer.")
+    attention: Mode = Field(
+        "sparse",
+        description="Which attention computes the answer: `original` the untouched softmax model, `dense` the served"
+        " transform over all pairs, `sparse` the predicted pairs, `exact` those and what it takes to equal `dense`"
+        " (entmax models on a CPU only), `auto` in every layer the faster one of `sparse` and `dense`.",
+    )
     truncate: bool = Field(False, description="Cut over-long inputs (and say so) instead of refusing them.")
 
     @field_validator("input", mode="before")

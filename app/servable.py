@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from app.audit import AuditedLayer, Sample
+from app.layers import RanLayer
 from app.schemas import Mode
+from sparsefinder.certificate import Repair
 
 Vectors = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
@@ -34,16 +36,22 @@ class Description:
     vocabulary: int
     device: str
     threads: int
+    modes: tuple[Mode, ...]
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One batch: vectors `[B, d]`, pairs computed per layer and head `[L, H]`, legal pairs, what an audit looks at."""
+    """One batch: vectors `[B, d]`, pairs computed per layer and head `[L, H]`, legal pairs, what an audit looks at.
+
+    ran: which path computed each layer. repairs: of mode `exact`, per layer; None where no plan was repaired.
+    """
 
     vectors: Vectors
     computed: Counts
     legal: int
+    ran: tuple[str, ...]
     audit: tuple[AuditedLayer, ...] = ()
+    repairs: tuple[Repair | None, ...] = ()
 
 
 @runtime_checkable
@@ -102,12 +110,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gets. `layers` are computed densities per layer; everything came from one artifact."""
+    """What one request gets; everything came from one artifact."""
 
     vectors: Vectors
     tokens: tuple[int, ...]
     truncated: tuple[bool, ...]
     description: Description
     density: float
-    layers: tuple[float, ...]
+    layers: tuple[RanLayer, ...]
     inference_ms: float

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sparsefinder.errors import ConfigError
 
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
+CrossoverSource = Literal["measure", "default"]
 Level = Literal["debug", "info", "warning", "error"]
 
 ONE_PROCESS = (
@@ -31,6 +32,11 @@ class Settings(BaseSettings):
     served_name: str | None = Field(None, description="model name in requests; the artifact's folder by default")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU where there is one")
     threads: int = Field(0, ge=0, le=1024, description="threads of one forward pass; 0 leaves the choice to torch")
+    crossover: CrossoverSource = Field(
+        "measure",
+        description="what auto decides by: measure takes times of this machine, a few seconds at the first start and"
+        " kept in the user's cache folder; default takes those that are shipped",
+    )
     workers: int = Field(1, description="always 1: start more processes instead")
     max_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward pass; more are split")
     max_items: int = Field(2048, ge=1, description="texts in one request")

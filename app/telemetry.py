@@ -8,11 +8,13 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+
+from app.layers import RanLayer
 
 LOGGER = logging.getLogger("sparsefinder.app")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -115,6 +117,15 @@ class Telemetry:
         )
         self.tokens = Counter(name + "tokens", "Tokens read.", modes, registry=registry)
         self.items = Counter(name + "items", "Texts embedded.", modes, registry=registry)
+        self.layers = Counter(
+            name + "layer_passes", "Layers of batches, by what computed them.", [*modes, "ran"], registry=registry
+        )
+        self.exact_rows = Counter(
+            name + "exact_rows", "Rows of exact answers over layers and heads.", ["outcome"], registry=registry
+        )
+        self.exact_pairs = Counter(
+            name + "exact_pairs", "Pairs beside the plan: scored for the proof, added.", ["kind"], registry=registry
+        )
         self.truncated = Counter(name + "truncated_items", "Texts cut on the client's demand.", registry=registry)
         self.audited_requests = Counter(name + "audited_requests", "Requests with audited rows.", registry=registry)
         self.audited_rows = Counter(name + "audited_rows", "Audited rows over layers and heads.", registry=registry)
@@ -148,6 +159,18 @@ class Telemetry:
         self.truncated.inc(truncated)
         self.inference.labels(mode).observe((facts.inference_ms or 0.0) / 1000)
         self.density.labels(mode).observe(facts.computed_density or 0.0)
+
+    def computed(self, mode: str, layers: Sequence[RanLayer]) -> None:
+        """Count what ran in each layer, and what mode `exact` proved and repaired."""
+        for layer in layers:
+            for ran, passes in layer.ran.items():
+                self.layers.labels(mode, ran).inc(passes)
+            if layer.repair is not None:
+                for outcome in ("proven", "repaired"):
+                    self.exact_rows.labels(outcome).inc(getattr(layer.repair, outcome))
+                self.exact_rows.labels("all").inc(layer.repair.rows)
+                for kind in ("survivors", "added"):
+                    self.exact_pairs.labels(kind).inc(getattr(layer.repair, kind))
 
     def serving(self, name: str, version: str) -> None:
         """Name the artifact that serves now, and only that one."""

@@ -2,7 +2,8 @@
 
 import torch
 
-from sparsefinder.artifact import Artifact
+from sparsefinder.artifact import Artifact, Card
+from sparsefinder.attention.crossover import ExpectedDensity
 from sparsefinder.delta import apply_delta
 from sparsefinder.errors import ArtifactError, IncompatibleModelError
 from sparsefinder.hf import Attached, attach
@@ -36,7 +37,17 @@ def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
         positional=window(card.window_size) | GlobalTokens(card.global_tokens),
         tile_size=card.tile_size,
     )
+    attached.expected = expected_density(card)
     for layer, (predictor, caller) in enumerate(zip(artifact.layers, attached.callers, strict=True)):
         if predictor is None and caller.radius is None:
             raise ArtifactError(f"layer {layer}: expected a predictor, since it attends to the whole text, got none")
     return attached
+
+
+def expected_density(card: Card) -> tuple[ExpectedDensity | None, ...]:
+    """The computed density of each layer's plans in the artifact's calibration; None where its card says none."""
+    layers, tokens = card.calibration.get("plan", {}).get("layers", {}), card.calibration.get("tokens")
+    shares = layers.get("computed_density", ())
+    if len(shares) != card.layers or not tokens:
+        return (None,) * card.layers
+    return tuple(None if share is None else ExpectedDensity(share, tokens) for share in shares)

@@ -4,146 +4,29 @@ transformers hands every attention call to a function looked up by name; ours fi
 and which mode is on. `attach` first verifies the model with one forward pass (see `hf_verify`).
 """
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sparsefinder.attention.api import attend, attend_dense
-from sparsefinder.errors import ConfigError, IncompatibleModelError
-from sparsefinder.generation import Generation
+from sparsefinder.errors import IncompatibleModelError
+from sparsefinder.hf_attached import MODES, THREAD, Attached, LayerCall, LayerInput, Mode, Observe, PlanFor, Ran
 from sparsefinder.hf_legal import legal_of_call, real_keys
+from sparsefinder.hf_modes import compute
 from sparsefinder.hf_verify import Caller, attention_layers, verify
 from sparsefinder.patterns.algebra import Pattern
-from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.patterns.positional import Nothing
-from sparsefinder.plan import Plan
-from sparsefinder.predictors import Predictor, layer_plan
+from sparsefinder.predictors import Predictor
+
+__all__ = ["MODES", "Attached", "LayerCall", "LayerInput", "Mode", "Observe", "PlanFor", "Ran", "attach"]
 
 NAME = "sparsefinder"
 
-Mode = Literal["dense", "sparse"]
-MODES: tuple[Mode, ...] = ("dense", "sparse")
-
-
-@dataclass(frozen=True)
-class LayerInput:
-    """What one attention layer is about to compute: scores are `scale[h] * q_i · k_j + bias` over the legal pairs."""
-
-    layer: int
-    q: Float[Tensor, "B H N D"]
-    k: Float[Tensor, "B Hkv M D"]
-    v: Float[Tensor, "B Hkv M Dv"]
-    legal: Legal
-    scale: Float[Tensor, " H"]
-    bias: Float[Tensor, "#B H N M"] | None  # of relative positions (T5), for each item or for all
-    alpha: float
-
-
-@dataclass(frozen=True)
-class LayerCall(LayerInput):
-    """A layer that has been computed: its plan (None where all legal pairs were computed) and output."""
-
-    plan: Plan | None
-    output: Float[Tensor, "B H N Dv"]
-
-
-Observe = Callable[[LayerCall], None]
-PlanFor = Callable[[LayerInput], Plan | None]
-
-
-@dataclass(frozen=True)
-class Run:
-    """How the next forward passes of this thread attend."""
-
-    mode: Mode
-    observe: Observe | None = None
-    plan_for: PlanFor | None = None
-    generation: Generation | None = None
-
-
-class _Thread(threading.local):
-    """This thread's runs; how often its forward pass called each shared module, and how many tokens came before it."""
-
-    def __init__(self) -> None:
-        self.runs: list[tuple[Attached, Run]] = []
-        self.turns: dict[torch.nn.Module, int] = {}
-        self.cached = 0
-
-
-_THREAD = _Thread()
-_OWNER: weakref.WeakKeyDictionary[torch.nn.Module, "Attached"] = weakref.WeakKeyDictionary()
-
-
-class Attached:
-    """A model whose attention is ours, made by `attach`. `using` chooses the mode, `callers` run the layers."""
-
-    def __init__(
-        self, model: Any, alpha: float, head_scale: Tensor, predictors: Sequence[Predictor | None], positional: Pattern
-    ):
-        self.model = model
-        self.alpha = alpha
-        self.head_scale = head_scale
-        self.predictors = tuple(predictors)
-        self.positional = positional
-        self.tile_size: int | Tensor = 32
-        self.callers: tuple[Caller, ...] = ()
-        self.places: dict[torch.nn.Module, list[int]] = {}
-
-    @contextlib.contextmanager
-    def using(self, mode: Mode, *, observe: Observe | None = None, plan_for: PlanFor | None = None) -> Iterator[None]:
-        """Run the forward passes inside in `mode`; `observe` sees every layer.
-
-        plan_for: takes the place of the predictors; a layer for which it gives None computes all its legal pairs.
-
-        Raises:
-            ConfigError: an unknown mode, or `sparse` without predictors or `plan_for`.
-        """
-        if mode not in MODES:
-            raise ConfigError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-        if mode == "sparse" and not self.predictors and plan_for is None:
-            raise ConfigError("mode: sparse needs fitted predictors, this model was attached without any")
-        with self._on(Run(mode, observe, plan_for)):
-            yield
-
-    @contextlib.contextmanager
-    def generation(self, *, observe: Observe | None = None) -> Iterator[None]:
-        """Run the forward passes inside `sparse` with a key-value cache, as `generate` does: see `Generation`.
-
-        A pass without a cache is the prefill of a new text, every later one continues it. `observe` sees each token of
-        those by itself. One text, or left-padded batch of texts, at a time.
-
-        Raises:
-            ConfigError: the model was attached without predictors.
-            PatternError: a predictor ranks over the whole sequence, so it cannot be asked for the next token alone.
-        """
-        if not self.predictors:
-            raise ConfigError("generation: expected a model with fitted predictors, got one attached without any")
-        state = Generation(self.predictors, self.positional, self.tile_size)
-        with self._on(Run("sparse", observe, generation=state)):
-            yield
-
-    @contextlib.contextmanager
-    def _on(self, run: Run) -> Iterator[None]:
-        _THREAD.runs.append((self, run))
-        try:
-            yield
-        finally:
-            _THREAD.runs.pop()
-
-    def run(self) -> Run:
-        """The run that is on: the innermost `using` of this model, else sparse where there are predictors."""
-        for owner, run in reversed(_THREAD.runs):
-            if owner is self:
-                return run
-        return Run("sparse" if self.predictors else "dense")
+_OWNER: weakref.WeakKeyDictionary[torch.nn.Module, Attached] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -160,7 +43,7 @@ def attach(
     Layers are counted in the order in which they run: the encoder's, then for every decoder layer its self-attention
     and its cross-attention.
 
-    Sliding-window layers stay what they are, in both modes: the transform over the keys of their window.
+    Sliding-window layers stay what they are, in every mode: the transform over the keys of their window.
 
     Args:
         model: a `PreTrainedModel`, with or without a head; it is changed in place.
@@ -203,7 +86,7 @@ def _own(attached: Attached, callers: list[Caller]) -> None:
 
 
 def _start_counting(*_: Any) -> None:
-    _THREAD.turns.clear()
+    THREAD.turns.clear()
 
 
 def _layer(attached: Attached, module: torch.nn.Module) -> int:
@@ -211,12 +94,12 @@ def _layer(attached: Attached, module: torch.nn.Module) -> int:
     places = attached.places[module]
     if len(places) == 1:
         return places[0]
-    turn = _THREAD.turns.get(module, 0)
+    turn = THREAD.turns.get(module, 0)
     if turn >= len(places):
         raise IncompatibleModelError(
             f"{type(module).__name__}: expected {len(places)} calls in a forward pass as when attached, got more"
         )
-    _THREAD.turns[module] = turn + 1
+    THREAD.turns[module] = turn + 1
     return places[turn]
 
 
@@ -240,58 +123,10 @@ def _attention(
     bias, cross = rest.get("position_bias"), attached.callers[layer].cross
     bias = bias if bias is not None and bool(bias.any()) else None  # T5 hands zeros to its cross-attention
     # The queries of cross-attention sit where those of the self-attention before it sat.
-    legal = legal_of_call(module, q, k, mask, rest, _THREAD.cached if cross else None)
-    _THREAD.cached = legal.query_offset
+    legal = legal_of_call(module, q, k, mask, rest, THREAD.cached if cross else None)
+    THREAD.cached = legal.query_offset
     call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha)
-    return _compute(attached, call).transpose(1, 2).contiguous(), None
-
-
-def _compute(attached: Attached, call: LayerInput) -> Tensor:
-    run, plan = attached.run(), None
-    if run.mode == "sparse" and call.legal.radius is None:
-        if run.generation is not None and call.legal.causal and attached.predictors[call.layer] is not None:
-            return _token_by_token(run, run.generation, call)
-        plan = _predicted(attached, call) if run.plan_for is None else run.plan_for(call)
-    if plan is not None:
-        return _sparse(run, call, plan)
-    output = attend_dense(call.q, call.k, call.v, call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
-    return _seen(run, call, None, output)
-
-
-def _predicted(attached: Attached, call: LayerInput) -> Plan | None:
-    predictor = attached.predictors[call.layer]
-    if predictor is None:
-        return None
-    if call.legal.query_offset and not call.legal.cross:
-        raise ConfigError("a pass over a key-value cache: expected `with attached.generation()` around it, got none")
-    if call.legal.cross and bool(first_real(call.legal).any()):
-        raise IncompatibleModelError("cross-attention: expected texts padded on the right, got some on the left")
-    # A row of cross-attention stands alone: a tile's list would tell a token of the decoder about later ones.
-    size = 1 if call.legal.cross else attached.tile_size
-    return layer_plan(predictor, call.q, call.k, call.legal, attached.positional, size, call.layer)
-
-
-def _token_by_token(run: Run, generation: Generation, call: LayerInput) -> Tensor:
-    outputs = []
-    for rows, legal, plan in generation.plans(call.layer, call.q, call.k, call.legal):
-        q, keys = call.q[:, :, rows], legal.key_real.shape[1]
-        bias = None if call.bias is None else call.bias[:, :, rows, :keys]
-        part = replace(call, q=q, k=call.k[:, :, :keys], v=call.v[:, :, :keys], legal=legal, bias=bias)
-        outputs.append(_sparse(run, part, plan))
-    return torch.cat(outputs, 2)
-
-
-def _sparse(run: Run, call: LayerInput, plan: Plan) -> Tensor:
-    qkv = call.q, call.k, call.v
-    output = attend(*qkv, plan, legal=call.legal, alpha=call.alpha, scale=call.scale, bias=call.bias)
-    return _seen(run, call, plan, output)
-
-
-def _seen(run: Run, call: LayerInput, plan: Plan | None, output: Tensor) -> Tensor:
-    if run.observe is not None:
-        fields = {name: getattr(call, name) for name in LayerInput.__dataclass_fields__}
-        run.observe(LayerCall(**fields, plan=plan, output=output))
-    return output
+    return compute(attached, call).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -13,6 +13,16 @@ import torch
 GRAIN = 4_000_000  # elementary steps, a few milliseconds
 
 
+def limit_threads(most: int) -> None:
+    """Let this thread's torch and numba kernels use up to `most` threads each; 0 = as many as torch chose.
+
+    They take turns, so together they never use more; numba cannot have more than it was started with.
+    """
+    if most:
+        torch.set_num_threads(most)
+    numba.set_num_threads(min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
+
+
 @contextmanager
 def threads_for(work: int) -> Iterator[int]:
     """Inside, numba uses one thread per `GRAIN` steps of `work`, up to `torch.get_num_threads()`."""

@@ -163,7 +163,7 @@ def test_attached_with_every_key_the_model_gives_what_dense_gives(run):
 
 def test_the_service_counts_windows_as_what_they_are(run):
     folder, out = run
-    loader = ModelLoader(str(folder), "cpu")
+    loader = ModelLoader(str(folder), "cpu", "default")
     model = loader.build(loader.read(out / "artifact"))
     ids = tiny.token_ids([20, 9])
     windows = sum(sum(min(n, i + 4) - max(0, i - 3) for i in range(n)) for n in (20, 9))

@@ -11,6 +11,7 @@ from sparsefinder.attention.cpu import attend_cpu
 from sparsefinder.attention.dense import attend_all
 from sparsefinder.attention.gather import attend_gather
 from sparsefinder.attention.reference import attend_reference
+from sparsefinder.attention.softmax import attend_softmax, can_be_fused
 from sparsefinder.errors import BackendError, ShapeError
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
@@ -73,11 +74,13 @@ def attend_dense(
     scale: float | Tensor | None = None,
     bias: Float[Tensor, "#B H N M"] | None = None,
 ) -> Float[Tensor, "B H N Dv"]:
-    """The same over all legal keys. Differentiable; without gradient only a few heads' scores exist at a time.
+    """The same over all legal keys. Differentiable; without gradient only a few heads' scores exist at a time, and
+    softmax is torch's fused attention wherever that needs no matrix of biases or windows.
 
     Arguments, rows of zeros and errors as in `attend`.
     """
-    return attend_all(checked(q, k, v, legal, alpha, scale, bias)).to(q.dtype)
+    call = checked(q, k, v, legal, alpha, scale, bias)
+    return (attend_softmax(call) if can_be_fused(call) else attend_all(call)).to(q.dtype)
 
 
 def _choose(backend: str, call: Call) -> str:

@@ -91,6 +91,7 @@ def test_the_demo_on_a_small_model(tmp_path: Path) -> None:
     teacher = make_teacher(tmp_path / "teacher")
     artifact = make_artifact(tmp_path / "few", teacher, keys=20)
     names = {"SPARSEFINDER_TEACHER": str(teacher), "SPARSEFINDER_ARTIFACT": str(artifact), "SPARSEFINDER_API_KEYS": "k"}
+    names |= {"SPARSEFINDER_CROSSOVER": "default"}  # measuring takes longer than the demo itself
     command = [sys.executable, "-m", "app.demo"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | names, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """POST /v1/embeddings with a model whose answers are known."""
 
 import base64
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from app_fakes import (
     LAYERS,
     MAX_TOKENS,
     MODE_OFFSET,
+    REPAIR,
     SEP,
     FakeLoader,
     embed,
@@ -19,6 +21,7 @@ from app_fakes import (
     make_settings,
     serving,
     token,
+    write_artifact,
 )
 from starlette.testclient import TestClient
 
@@ -79,7 +82,41 @@ def test_the_mode_that_was_asked_for_runs(client: TestClient, loader: FakeLoader
     assert density < 0.5 if mode == "sparse" else density == 1.0
 
 
-@pytest.mark.parametrize("mode", ["exact", "auto", "", "SPARSE"])
+def ran(response: Any) -> list[dict[str, int]]:
+    return [layer["ran"] for layer in response.json()["sparsefinder"]["layers"]]
+
+
+def test_auto_says_what_ran_in_each_layer_and_batch(tmp_path: Path) -> None:
+    with serving(make_settings(tmp_path, max_batch_tokens=8)) as client:
+        assert ran(embed(client, "one two", attention="auto")) == [{"dense": 1}] * 2
+        both = embed(client, ["one two three four five", "one"], attention="auto")
+        assert ran(both) == [{"sparse": 1, "dense": 1}, {"dense": 2}]
+        assert ran(embed(client, "one", attention="original")) == [{"original": 1}] * 2
+
+
+def test_exact_says_what_it_proved_and_repaired(tmp_path: Path) -> None:
+    with serving(make_settings(tmp_path, max_batch_tokens=8)) as client:
+        one, two = (embed(client, text, attention="exact") for text in ("one", ["one two three four", "one two three"]))
+        for response, batches in ((one, 1), (two, 2)):
+            for layer in response.json()["sparsefinder"]["layers"]:
+                expected = {name: batches * value for name, value in asdict(REPAIR).items()}
+                assert layer["repair"] == expected | {"most_survivors": REPAIR.most_survivors}
+        assert all("repair" not in layer for layer in embed(client).json()["sparsefinder"]["layers"])
+
+
+def test_exact_is_refused_under_softmax_with_the_reason(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    write_artifact(tmp_path / "first", version="v1", alpha=1.0)
+    with serving(settings) as client:
+        error = error_of(embed(client, attention="exact"), 422, "attention_not_supported")
+        assert error["param"] == "attention"
+        assert "entmax (alpha above 1)" in error["message"]
+        assert "alpha 1 " in error["message"]
+        assert "exact" not in client.get("/info").json()["attention_modes"]
+        assert embed(client, attention="auto").status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["certified", "", "SPARSE"])
 def test_an_unknown_mode_names_those_that_exist(client: TestClient, mode: str) -> None:
     error = error_of(embed(client, attention=mode), 422, "invalid_request")
     assert error["param"] == "attention"

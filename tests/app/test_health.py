@@ -121,7 +121,7 @@ def test_the_schema_describes_the_bodies(client: TestClient) -> None:
     schema = client.get("/openapi.json").json()
     assert "/v1/sparsity" in schema["paths"]
     body = schema["paths"]["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]["attention"]["enum"]) == {"original", "dense", "sparse"}
+    assert set(body["properties"]["attention"]["enum"]) == {"original", "dense", "sparse", "exact", "auto"}
 
 
 def test_settings_from_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:

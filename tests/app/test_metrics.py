@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from app_fakes import COMPUTED, embed, make_settings, serving
+from app_fakes import COMPUTED, LAYERS, REPAIR, embed, make_settings, serving
 from starlette.testclient import TestClient
 
 
@@ -31,6 +31,22 @@ def test_requests_tokens_and_errors_are_counted(client: TestClient) -> None:
     assert value(client, 'sparsefinder_inference_seconds_count{attention="dense"}') == 1.0
     assert value(client, "sparsefinder_requests_running") == 1.0  # this very scrape
     assert value(client, 'sparsefinder_artifact_info{name="first",version="v1"}') == 1.0
+
+
+def test_what_ran_and_what_was_repaired_is_counted(client: TestClient) -> None:
+    embed(client, "one two three", attention="auto")
+    embed(client, "one", attention="auto")
+    embed(client, "one")
+    embed(client, "one", attention="exact")
+    name = 'sparsefinder_layer_passes_total{attention="%s",ran="%s"}'
+    assert [value(client, name % ("auto", path)) for path in ("sparse", "dense", "exact")] == [1.0, 3.0, 0.0]
+    assert value(client, name % ("sparse", "sparse")) == LAYERS
+    rows = [
+        value(client, f'sparsefinder_exact_rows_total{{outcome="{which}"}}') for which in ("all", "proven", "repaired")
+    ]
+    assert rows == [LAYERS * REPAIR.rows, LAYERS * REPAIR.proven, LAYERS * REPAIR.repaired]
+    pairs = [value(client, f'sparsefinder_exact_pairs_total{{kind="{kind}"}}') for kind in ("survivors", "added")]
+    assert pairs == [LAYERS * REPAIR.survivors, LAYERS * REPAIR.added]
 
 
 def test_strangers_cannot_make_new_series(client: TestClient) -> None:

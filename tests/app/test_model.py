@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -44,13 +45,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(root: Path) -> Iterator[TestClient]:
     settings = load_settings(teacher=str(root / "teacher"), artifact=root / "few", audit_rate=1.0, device="cpu")
-    with serving(settings, ModelLoader(settings.teacher, settings.device)) as client:
+    with serving(settings, ModelLoader(settings.teacher, settings.device, "default")) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def model(root: Path) -> ServedModel:
-    return ServedModel(load_teacher(str(root / "teacher")), Content(root / "few", load(root / "few")), "cpu")
+    return ServedModel(load_teacher(str(root / "teacher")), Content(root / "few", load(root / "few")), "cpu", "default")
 
 
 def vectors(client: TestClient, text: Any, **fields: Any) -> np.ndarray[Any, Any]:
@@ -59,7 +60,7 @@ def vectors(client: TestClient, text: Any, **fields: Any) -> np.ndarray[Any, Any
     return np.array([item["embedding"] for item in response.json()["data"]])
 
 
-@pytest.mark.parametrize("mode", ["original", "dense", "sparse"])
+@pytest.mark.parametrize("mode", ["original", "dense", "sparse", "exact"])
 def test_a_batch_equals_each_alone(client: TestClient, mode: str) -> None:
     together = embed(client, [SHORT, LONG], attention=mode)
     assert together.json()["sparsefinder"]["tokens"] == [5, 400]
@@ -89,6 +90,34 @@ def test_a_plan_with_every_key_gives_the_dense_answer(client: TestClient) -> Non
     assert client.post("/admin/reload", json={"artifact": "few"}).status_code == 200
     assert answer.json()["sparsefinder"]["computed_density"] == 1.0
     np.testing.assert_allclose([item["embedding"] for item in answer.json()["data"]], dense, atol=1e-5)
+
+
+def test_exact_is_dense_whatever_the_plan_left_out(client: TestClient) -> None:
+    answer = embed(client, [SHORT, LONG], attention="exact")
+    came = np.array([item["embedding"] for item in answer.json()["data"]])
+    np.testing.assert_allclose(came, vectors(client, [SHORT, LONG], attention="dense"), atol=1e-5, rtol=0)
+    sparse = embed(client, [SHORT, LONG]).json()["sparsefinder"]
+    layers = answer.json()["sparsefinder"]["layers"]
+    pairs, density = HEADS * (5**2 + 400**2), sparse["layers"][0]["computed_density"]  # later layers read other inputs
+    with_proof = density + layers[0]["repair"]["survivors"] / pairs
+    assert layers[0]["computed_density"] == pytest.approx(with_proof, abs=HEADS / pairs)
+    for layer in layers:
+        repair = layer["repair"]
+        assert layer["ran"] == {"exact": 1}
+        assert repair["rows"] == HEADS * (5 + 400)
+        assert 0 < repair["repaired"] <= repair["rows"] - repair["proven"]
+
+
+def test_auto_is_the_path_that_it_says(client: TestClient) -> None:
+    seen = set()
+    for text in (SHORT, LONG):
+        answer = embed(client, text, attention="auto").json()
+        paths = [layer["ran"] for layer in answer["sparsefinder"]["layers"]]
+        assert all(set(ran) <= {"sparse", "dense"} and sum(ran.values()) == 1 for ran in paths)
+        (path,) = {next(iter(ran)) for ran in paths}  # both layers of this model are alike
+        assert [item["embedding"] for item in answer["data"]] == vectors(client, text, attention=path).tolist()
+        seen.add(path)
+    assert seen == {"dense", "sparse"}
 
 
 def test_density_is_what_the_plans_say(client: TestClient, model: ServedModel) -> None:
@@ -206,10 +235,11 @@ def test_calibration_is_laid_out_like_live() -> None:
 
 
 def test_settings_make_the_real_engine_with_its_own_threads(root: Path) -> None:
-    settings = load_settings(teacher=str(root / "teacher"), artifact=root / "few", threads=1)
+    settings = load_settings(teacher=str(root / "teacher"), artifact=root / "few", threads=1, crossover="default")
     engine = make_engine(settings, Telemetry())
     assert isinstance(engine.loader, ModelLoader)
     assert engine._worker.submit(torch.get_num_threads).result() == 1
+    assert engine._worker.submit(numba.get_num_threads).result() == 1
 
 
 def test_an_artifact_is_called_by_its_folder_or_its_run(tmp_path: Path) -> None:
