@@ -83,7 +83,8 @@ def measure(call: LayerCall, ranks: Sequence[int], repeats: int) -> list[dict[st
     plan = call.plan
     if plan is None:
         raise DataError(f"layer {call.layer}: expected a plan, got none (a sliding-window layer)")
-    qkv, shared = (call.q, call.k, call.v), {"alpha": call.alpha, "scale": call.scale}
+    qkv = (call.q, call.k, call.v)
+    shared: dict[str, Any] = {"alpha": call.alpha, "scale": call.scale}
     dense = functools.partial(attend_dense, *qkv, call.legal, **shared)
     ways: dict[str, Callable[[], Any]] = {
         "plan": functools.partial(attend, *qkv, plan, legal=call.legal, **shared),
@@ -91,7 +92,7 @@ def measure(call: LayerCall, ranks: Sequence[int], repeats: int) -> list[dict[st
         "package": functools.partial(_package, call),
     }
     for rank in ranks:
-        exact = {"legal": call.legal, "rank": rank, **shared}
+        exact: dict[str, Any] = {"legal": call.legal, "rank": rank, **shared}
         ways[f"certify {rank}"] = functools.partial(certify, call.q, call.k, plan, **exact)
         ways[f"exact {rank}"] = functools.partial(attend_exact, *qkv, plan, **exact)
     times = _times(ways, repeats)
@@ -101,7 +102,7 @@ def measure(call: LayerCall, ranks: Sequence[int], repeats: int) -> list[dict[st
         output, repair = attend_exact(*qkv, plan, legal=call.legal, rank=rank, **shared)
         taken = {name: times[name] for name in ("plan", "dense", "package")}
         taken |= {name: times[f"{name} {rank}"] for name in ("certify", "exact")}
-        row = {"tokens": call.q.shape[2], "layer": call.layer, "rank": rank}
+        row: dict[str, Any] = {"tokens": call.q.shape[2], "layer": call.layer, "rank": rank}
         row |= {"density": int(computed_pairs(plan).sum()) / legal_pairs, "proven": repair.proven / repair.rows}
         row |= {"survivors_per_row": repair.mean_survivors, "most_survivors": repair.most_survivors}
         row |= {"survivors": repair.survivors / legal_pairs, "repaired": repair.repaired / repair.rows}

@@ -187,7 +187,7 @@ def test_the_rank_is_low_only_where_that_pays():
 
     assert [chosen(n, 64) for n in (512, 2048, 8192)] == [64, 64, RANK]
     assert chosen(8192, RANK) == RANK
-    assert [chosen(n, 128) for n in (256, 2048)] == [128, RANK]
+    assert [chosen(n, 128) for n in (2048, 4096)] == [128, RANK]
 
 
 def test_the_default_rank_is_exact_too():
