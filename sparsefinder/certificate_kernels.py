@@ -7,8 +7,10 @@ exceed to be in the support of the row over all its keys is known then, because 
 import numpy as np
 from numba import prange
 
-from sparsefinder.attention.cpu import BLOCK, add_bias, load_keys, load_queries, mix_values, row_weights, score_pair
+from sparsefinder.attention.cpu import add_bias, entmax_weights, load_queries, mix_values, order_keys, score_tile
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
+from sparsefinder.rows import highest
+from sparsefinder.vector_code import LANES
 
 WIDTH = 256  # keys whose bounds are computed at once: with rank 24 they take 26 KB, in and out
 ROWS = 4  # rows that are bounded together
@@ -87,19 +89,14 @@ def weigh_row(line, keys, v, alpha, step_floor, work, out):  # type: ignore[no-u
     and +inf, none at all zeros and −inf. Nothing is written where `out` has no columns.
     """
     index, weight, _, _ = work
-    infinity = line.dtype.type(np.inf)
-    top = -infinity
-    bad = 0
-    for c in range(line.shape[0]):
-        top = max(top, line[c])
-        bad += line[c] != line[c]
     out[:] = 0
-    if bad > 0 or top == infinity:
+    if not line.shape[0]:
+        return -line.dtype.type(np.inf)
+    top, bad = highest(line)
+    if bad:
         out[:] = np.nan
-        return infinity
-    if top == -infinity:
-        return top
-    n = row_weights(line, top, alpha, step_floor, index, weight)
+        return line.dtype.type(np.inf)
+    n = entmax_weights(line, top, alpha, step_floor, index, weight)
     if out.shape[0] > 0:
         mix_values(v, keys, index[:n], weight[:n], out)
     best = weight[0]
@@ -109,27 +106,13 @@ def weigh_row(line, keys, v, alpha, step_floor, work, out):  # type: ignore[no-u
 
 
 @inline_kernel
-def list_scores(q, k, keys, bias, biased, scaled, block, scores):  # type: ignore[no-untyped-def]
-    """`scores [rows, listed keys]` of a tile with queries `q`, which stay in `scaled`, as in `attention/cpu.py`."""
+def list_scores(q, k, keys, first_row, bias, biased, scaled, listed, reads, scores):  # type: ignore[no-untyped-def]
+    """Scores of a tile's rows as in `attention/cpu.py`: row `r` reads the first `reads[r]` of the `listed` keys."""
+    order_keys(keys, first_row, q.shape[0], listed, reads)
     load_queries(q, q.dtype.type(1), scaled)
-    for low in range(0, keys.shape[0], BLOCK):
-        high = min(low + BLOCK, keys.shape[0])
-        load_keys(k, keys[low:high], block)
-        for r in range(0, q.shape[0], 2):
-            score_pair(scaled[r], scaled[r + 1], block, scores[r, low:high], scores[r + 1, low:high])
+    score_tile(scaled, k, listed, reads, q.shape[0], scores)
     if biased:
-        add_bias(bias, keys, scores)
-
-
-@inline_kernel
-def hide_later(scores, first_row, r):  # type: ignore[no-untyped-def]
-    """Scores of listed keys that only later rows than `r` read become −inf; how many are left."""
-    kept = 0
-    for c in range(first_row.shape[0]):
-        reads = first_row[c] <= r
-        kept += reads
-        scores[c] = scores[c] if reads else -scores.dtype.type(np.inf)
-    return kept
+        add_bias(bias, listed[: keys.shape[0]], scores)
 
 
 @inline_kernel
@@ -144,7 +127,7 @@ def join(scores, keys, more_scores, more_keys, work):  # type: ignore[no-untyped
 
 
 @inline_kernel
-def prove_rows(scaled, k, bound, marks, r, ends, limit, alpha, margin, bias, biased, repairs, group):  # type: ignore[no-untyped-def]
+def prove_rows(four, k, bound, marks, r, ends, limit, alpha, margin, bias, biased, repairs, group):  # type: ignore[no-untyped-def]
     """Four rows from `r` of the tile on, all keys: counts survivors in `alive`, puts keys to add into `more_*`.
 
     The limit of a row rises with what is added: no weight exceeds one, so τ is at least `(α − 1) z − 1` for every z.
@@ -164,7 +147,7 @@ def prove_rows(scaled, k, bound, marks, r, ends, limit, alpha, margin, bias, bia
             c = places[m]
             j = low + c
             if repairs:
-                score_rows(scaled, k[j], z)
+                score_rows(four, k[j], z)
             for e in range(ROWS):
                 if j < ends[e] and not (bounds[e, c] <= 0 or 0 < marks[j] <= r + e + 1):
                     alive[e] += 1
@@ -184,10 +167,10 @@ def prove_tile(  # type: ignore[no-untyped-def]
     place: the key of the first row where causal, else −1. seen: real keys before each key.
     """
     (k, v), (low_q, rest, start, low_k), (survivors, added) = kv, bound, found
-    (scaled, block, scores, marks, ends, limit, low_rows, rests, starts), count = tile, k.shape[0]
+    (scaled, listed, reads, scores, marks, ends, limit, four, low_rows, rests, starts), count = tile, k.shape[0]
     _, _, _, _, _, alive, more, more_scores, more_keys = group
     infinity, margin = q.dtype.type(np.inf), MARGIN * step_floor
-    list_scores(q, k, keys, bias, biased, scaled, block, scores)
+    list_scores(q, k, keys, first_row, bias, biased, scaled, listed, reads, scores)
     for j in range(count):
         marks[j] = 0 if seen[j + 1] > seen[j] else READ_BY_ALL
     for c in range(keys.shape[0]):
@@ -198,24 +181,21 @@ def prove_tile(  # type: ignore[no-untyped-def]
         for e in range(ROWS):
             limit[e], ends[e], alive[e], more[e] = infinity, 0, 0, 0
         for e in range(taken):
-            row = scores[r + e, : keys.shape[0]]
-            kept = hide_later(row, first_row, r + e)
-            limit[e] = weigh_row(row, keys, v, alpha, step_floor, work, out[r + e])
+            kept = reads[r + e]
+            limit[e] = weigh_row(scores[r + e, :kept], listed, v, alpha, step_floor, work, out[r + e])
             ends[e] = max(0, min(count, place + r + e + 1)) if place >= 0 else count
             waiting = max(waiting, seen[ends[e]] - kept)
-            low_rows[e], rests[e], starts[e] = low_q[r + e], rest[r + e], start[r + e]
+            four[e], low_rows[e], rests[e], starts[e] = q[r + e], low_q[r + e], rest[r + e], start[r + e]
         if waiting > 0:
             rows = (low_rows, rests, starts, low_k)
             more_bias = bias[r : r + taken] if biased else bias
             repairs = out.shape[1] > 0
-            prove_rows(
-                scaled[r : r + ROWS], k, rows, marks, r, ends, limit, alpha, margin, more_bias, biased, repairs, group
-            )
+            prove_rows(four, k, rows, marks, r, ends, limit, alpha, margin, more_bias, biased, repairs, group)
         for e in range(taken):
             survivors[r + e], added[r + e] = alive[e], more[e]
             if more[e] > 0:
-                row = scores[r + e, : keys.shape[0]]
-                n = join(row, keys, more_scores[e, : more[e]], more_keys[e, : more[e]], work)
+                kept = reads[r + e]
+                n = join(scores[r + e, :kept], listed[:kept], more_scores[e, : more[e]], more_keys[e, : more[e]], work)
                 weigh_row(work[2][:n], work[3][:n], v, alpha, step_floor, work, out[r + e])
 
 
@@ -235,7 +215,7 @@ def prove_tiles(  # type: ignore[no-untyped-def]
     (offsets, keys, first_row), (width, height, parts, offset), (survivors, added) = lists, sizes, found
     biased = bias.shape[2] > 1 or bias.shape[3] > 1
     heads, count, kind = q.shape[1] // k.shape[1], k.shape[2], q.dtype
-    dims, rank = (q.shape[3] + 3) // 4 * 4, low_q.shape[3]
+    rank, high, wide = low_q.shape[3], (height + LANES - 1) // LANES * LANES, (width + LANES - 1) // LANES * LANES
     for p in prange(parts):
         work = (
             np.empty(width + count + 1, np.int32),
@@ -255,12 +235,14 @@ def prove_tiles(  # type: ignore[no-untyped-def]
             np.empty((ROWS, count), np.int32),
         )
         tile = (
-            np.zeros((height + ROWS, dims), kind),
-            np.zeros((dims, BLOCK), kind),
-            np.empty((height + 1, width), kind),
+            np.zeros((q.shape[3], high), kind),
+            np.empty(width + LANES, np.int32),
+            np.empty(height, np.int64),
+            np.empty((high, wide), kind),
             np.empty(count, np.uint8),
             np.empty(ROWS, np.int64),
             np.empty(ROWS, kind),
+            np.zeros((ROWS, q.shape[3]), kind),
             np.zeros((ROWS, rank), kind),
             np.zeros(ROWS, kind),
             np.zeros(ROWS, kind),

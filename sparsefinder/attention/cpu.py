@@ -151,6 +151,21 @@ def mix_values(v, keys, index, weight, out):  # type: ignore[no-untyped-def]
 
 
 @inline_kernel
+def entmax_weights(row, top, alpha, step_floor, index, weight):  # type: ignore[no-untyped-def]
+    """Weights of one row and the places they belong to, without the zeros; how many there are."""
+    if alpha == 1.5:
+        n = entmax15_weights(row, top, step_floor, index, weight)
+    else:
+        n = general_weights(row, top, alpha - 1, index, weight)
+    kept = 0
+    for c in range(n):
+        index[kept] = index[c]
+        weight[kept] = weight[c]
+        kept += weight[c] > row.dtype.type(0)
+    return kept
+
+
+@inline_kernel
 def entmax_tile(scores, ends, rows, v, keys, alpha, step_floor, index, weight, out):  # type: ignore[no-untyped-def]
     """From scores to outputs, row by row: few weights are not zero, and only their values are read."""
     for r in range(rows):
@@ -159,15 +174,7 @@ def entmax_tile(scores, ends, rows, v, keys, alpha, step_floor, index, weight, o
         if bad:
             out[r] = np.nan
         elif ends[r]:
-            if alpha == 1.5:
-                n = entmax15_weights(row, top, step_floor, index, weight)
-            else:
-                n = general_weights(row, top, alpha - 1, index, weight)
-            kept = 0
-            for c in range(n):
-                index[kept] = index[c]
-                weight[kept] = weight[c]
-                kept += weight[c] > scores.dtype.type(0)
+            kept = entmax_weights(row, top, alpha, step_floor, index, weight)
             mix_values(v, keys, index[:kept], weight[:kept], out[r])
 
 
