@@ -17,14 +17,7 @@ from sparsefinder.patterns.algebra import Context, Pattern, context_for, materia
 from sparsefinder.patterns.content import BucketsMeet, pack_bits
 from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
-from sparsefinder.plan_kernels import (
-    count_marks,
-    list_marks,
-    mark_buckets,
-    mark_matrix,
-    mark_positions,
-    mark_scores,
-)
+from sparsefinder.plan_kernels import count_marks, list_marks, mark_buckets, mark_matrix, mark_positions, mark_scores
 from sparsefinder.shapes import head_tiles
 from sparsefinder.threads import threads_for
 
@@ -35,7 +28,7 @@ class Plan:
 
     shape: (B, H, N, M).
     tile_start, tile_rows: the rows `tile_start[t] … tile_start[t] + tile_rows[t] − 1` read the list of tile `t`.
-    keys[offsets[t] : offsets[t + 1]]: its keys, ascending.
+    keys[offsets[t] : offsets[t + 1]]: its keys, ascending; behind the last list there may be room (`plan_device`).
     first_row: the first row of the tile, counted from its start, that may read the key (0 where not causal).
     """
 
@@ -49,7 +42,8 @@ class Plan:
     first_row: Int32[Tensor, " E"]
 
     def __post_init__(self) -> None:
-        if self.offsets.shape[0] != self.tile_start.shape[0] + 1 or int(self.offsets[-1]) != self.keys.shape[0]:
+        end = int(self.offsets[-1]) if self.offsets.device.type == "cpu" else 0  # a look elsewhere would wait for it
+        if self.offsets.shape[0] != self.tile_start.shape[0] + 1 or end > self.keys.shape[0]:
             raise ShapeError(f"plan: {self.offsets.shape[0]} offsets do not fit {self.tile_start.shape[0]} tiles")
 
 
@@ -78,7 +72,7 @@ Rule = KeysPerTile | ShareOfKeys | ScoreAtLeast
 
 
 @dataclass(frozen=True, eq=False)
-class _Tiles:
+class Tiles:
     """The tiles of a plan before it has lists. `index`: which tile of the item's grid; `alone`: one global row."""
 
     batch: np.ndarray
@@ -115,7 +109,7 @@ def build_plan(
     if len(known) != 1:
         raise PatternError(f"build_plan: expected one number of heads (pass heads=...), got {sorted(known)}")
     count = known.pop()
-    tiles = _tiles(legal, head_tiles(tile_size, count), global_counts(pattern, legal))
+    tiles = tiles_of(legal, head_tiles(tile_size, count), global_counts(pattern, legal))
     marks = np.zeros((tiles.start.shape[0], legal.key_real.shape[1]), np.uint8)
     with threads_for(marks.size * max(head_tiles(tile_size, count))):
         _mark(marks, tiles, pattern, legal, context_for(legal, ctx))
@@ -131,6 +125,7 @@ def plan_from_tile_scores(
     ctx: Context | None = None,
 ) -> Plan:
     """The plan of the best-scored keys of every tile ∪ `extra` ∪ every query itself, with nothing of size N × M.
+    On a GPU, with windows and global tokens as `extra`, it is made there (`plan_on_device`), NaN is then not reported.
 
     Args:
         scores: row `t` belongs to the queries at positions `t * tile_size …`, counted from the item's first real
@@ -148,9 +143,13 @@ def plan_from_tile_scores(
     if (batch, keys) != tuple(legal.key_real.shape) or rows < tile_count(legal, min(sizes)):
         expected = (legal.key_real.shape[0], heads, tile_count(legal, min(sizes)), legal.key_real.shape[1])
         raise ShapeError(f"scores: expected {expected}, got {tuple(scores.shape)}")
-    tiles = _tiles(legal, sizes, global_counts(extra, legal))
+    from sparsefinder.plan_device import only_positional, place_tiles, plan_on_device  # it imports this module
+
+    if scores.is_cuda and only_positional(extra):
+        return plan_on_device(scores, rule, place_tiles(legal, sizes, extra))
+    tiles = tiles_of(legal, sizes, global_counts(extra, legal))
     marks = np.zeros((tiles.start.shape[0], keys), np.uint8)
-    counts, least = _limits(rule, tiles, legal, heads)
+    counts, least = rule_limits(rule, tiles, legal, heads)
     numbers, real, offset = _contiguous(scores.float()), _contiguous(legal.key_real), legal.query_offset
     place = (tiles.batch, tiles.head, tiles.start, tiles.index, tiles.alone)
     with threads_for(marks.size * 8):
@@ -180,7 +179,7 @@ def plan_matrix(plan: Plan, legal: Legal, b: int, h: int) -> Bool[Tensor, "N M"]
 def computed_pairs(plan: Plan) -> Int64[Tensor, "B H"]:
     """Pairs that a kernel computes for every item and head: each key counts for the rows from `first_row` on."""
     lengths = plan.offsets.diff()
-    pairs = (plan.tile_rows.repeat_interleave(lengths) - plan.first_row).long()
+    pairs = (plan.tile_rows.repeat_interleave(lengths) - plan.first_row[: int(plan.offsets[-1])]).long()
     owner = plan.tile_batch.long() * plan.shape[1] + plan.tile_head
     total = torch.zeros(plan.shape[0] * plan.shape[1], dtype=torch.int64, device=pairs.device)
     return total.index_add_(0, owner.repeat_interleave(lengths), pairs).view(plan.shape[:2])
@@ -219,7 +218,7 @@ def global_counts(pattern: Pattern, legal: Legal) -> np.ndarray:
     return counts
 
 
-def _tiles(legal: Legal, sizes: tuple[int, ...], globals_: np.ndarray) -> _Tiles:
+def tiles_of(legal: Legal, sizes: tuple[int, ...], globals_: np.ndarray) -> Tiles:
     if legal.radius is not None:
         raise PatternError(f"plan: expected a layer without a sliding window, got one of radius {legal.radius}")
     first, real = first_real(legal).cpu().numpy(), legal.query_real.cpu().numpy()
@@ -232,7 +231,7 @@ def _tiles(legal: Legal, sizes: tuple[int, ...], globals_: np.ndarray) -> _Tiles
         for h, size in enumerate(sizes):
             start, count, index, alone = grids[size]
             parts.append((np.full_like(start, b), np.full_like(start, h), start, count, index, alone))
-    return _Tiles(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return Tiles(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _runs(rows: np.ndarray, position: np.ndarray, is_global: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
@@ -245,7 +244,7 @@ def _runs(rows: np.ndarray, position: np.ndarray, is_global: np.ndarray, size: i
     return rows[begin], count, np.maximum(position[begin] // size, 0), is_global[begin]
 
 
-def _mark(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
+def _mark(marks: np.ndarray, tiles: Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
     real, offset, causal = _contiguous(legal.key_real), legal.query_offset, legal.causal
     first, radius, others = first_real(legal).cpu().numpy(), -1 if legal.cross else 0, []
     for leaf in union_leaves(pattern):
@@ -262,7 +261,7 @@ def _mark(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx:
         _mark_any(marks, tiles, leaf, legal, ctx)
 
 
-def _mark_any(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
+def _mark_any(marks: np.ndarray, tiles: Tiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
     """Any pattern, by its matrix, one item and head at a time."""
     begin = [0, *(np.flatnonzero(np.diff(tiles.batch) | np.diff(tiles.head)) + 1).tolist(), tiles.batch.shape[0]]
     for low, high in pairwise(begin):
@@ -270,7 +269,7 @@ def _mark_any(marks: np.ndarray, tiles: _Tiles, pattern: Pattern, legal: Legal, 
         mark_matrix(marks[low:high], tiles.start[low:high], tiles.rows[low:high], _contiguous(matrix), legal.causal)
 
 
-def _limits(rule: Rule, tiles: _Tiles, legal: Legal, heads: int) -> tuple[np.ndarray, np.ndarray]:
+def rule_limits(rule: Rule, tiles: Tiles, legal: Legal, heads: int) -> tuple[np.ndarray, np.ndarray]:
     """The number of keys and the least score of every tile."""
     count = np.full(tiles.start.shape[0], legal.key_real.shape[1], np.int64)
     least = np.full(tiles.start.shape[0], -np.inf, np.float32)
@@ -286,7 +285,7 @@ def _limits(rule: Rule, tiles: _Tiles, legal: Legal, heads: int) -> tuple[np.nda
     return np.ceil(rule.share * visible).astype(np.int64), least
 
 
-def _finish(marks: np.ndarray, tiles: _Tiles, legal: Legal, heads: int) -> Plan:
+def _finish(marks: np.ndarray, tiles: Tiles, legal: Legal, heads: int) -> Plan:
     counts = np.empty(marks.shape[0], np.int64)
     count_marks(marks, counts)
     offsets = np.zeros(marks.shape[0] + 1, np.int64)
@@ -295,6 +294,5 @@ def _finish(marks: np.ndarray, tiles: _Tiles, legal: Legal, heads: int) -> Plan:
     list_marks(marks, offsets, keys, first_row)
     owners = [torch.from_numpy(x.astype(np.int32)) for x in (tiles.batch, tiles.head, tiles.start, tiles.rows)]
     shape = (legal.query_real.shape[0], heads, legal.query_real.shape[1], legal.key_real.shape[1])
-    lists = [torch.from_numpy(x) for x in (offsets, keys, first_row)]
-    plan = Plan(shape, *owners, *lists)
+    plan = Plan(shape, *owners, *map(torch.from_numpy, (offsets, keys, first_row)))
     return plan if legal.key_real.device.type == "cpu" else plan_to(plan, legal.key_real.device)

@@ -10,6 +10,7 @@ from sparsefinder.errors import BackendError
 from sparsefinder.plan import Plan
 
 WIDEST = 256  # head dimension: two such blocks and an output fill the registers of a program
+MOST_NUMBERS = 2**31 - 1  # places within a head are 32-bit numbers
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LEAST_ROWS, MOST_ROWS = 16, 64  # of one program: the least that tensor cores multiply, the most that fits in registers
 PROGRAMS_PER_PROCESSOR = 4
@@ -30,6 +31,8 @@ def why_not_gpu(call: Call) -> str | None:
     widest = max(call.q.shape[-1], call.v.shape[-1])
     if widest > WIDEST:
         return f"expected head dimensions of at most {WIDEST}, got {widest}"
+    if call.dims.keys * widest > MOST_NUMBERS:
+        return f"expected at most {MOST_NUMBERS} numbers in the keys of a head, got {call.dims.keys * widest}"
     if call.bias is not None:
         return "expected no bias, got one"
     return None

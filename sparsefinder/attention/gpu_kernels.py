@@ -39,7 +39,7 @@ def score_block(  # type: ignore[no-untyped-def]
     key = tl.load(listed + column, mask=inside, other=0)
     first = tl.load(first_row + column, mask=inside, other=NOBODY)
     d = tl.arange(0, DIM_PAD)
-    at = key.to(tl.int64)[:, None] * DIM + d[None, :]
+    at = key[:, None] * DIM + d[None, :]
     block = tl.load(k_head + at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
     # Half precision is multiplied as it is and added up in float32; float32 without the cut to TF32.
     scores = tl.dot(query, tl.trans(block), input_precision=PRECISION) * scale
@@ -52,7 +52,7 @@ def score_block(  # type: ignore[no-untyped-def]
 def load_values(v_head, key, inside, DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Values `[BLOCK, DIM_PAD]` of the keys; zero behind the end of the list."""
     d = tl.arange(0, DIM_PAD)
-    at = key.to(tl.int64)[:, None] * DIM + d[None, :]
+    at = key[:, None] * DIM + d[None, :]
     return tl.load(v_head + at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
 
 
@@ -60,7 +60,7 @@ def load_values(v_head, key, inside, DIM: tl.constexpr, DIM_PAD: tl.constexpr): 
 def load_candidates(slot, filled, count, low, top, order, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """`(α − 1)(z − max z)` of the candidates from `low` on, −inf where a row has no more of them."""
     column = low + tl.arange(0, BLOCK)
-    at = tl.arange(0, ROWS).to(tl.int64)[:, None] * count + column[None, :]
+    at = tl.arange(0, ROWS)[:, None] * count + column[None, :]
     z = tl.load(slot + at, mask=column[None, :] < filled[:, None], other=-INFINITY)
     return (z - top[:, None]) * order
 
@@ -158,7 +158,7 @@ def entmax_tile(  # type: ignore[no-untyped-def]
     top = tl.full([ROWS], -INFINITY, tl.float32)
     filled = tl.zeros([ROWS], tl.int32)
     bad = tl.zeros([ROWS], tl.int32)
-    line = tl.arange(0, ROWS).to(tl.int64)[:, None] * count
+    line = tl.arange(0, ROWS)[:, None] * count
     for low in range(0, count, BLOCK):
         scores, _, wrong = score_block(
             query, k_head, listed, first_row, count, low, row, height, scale, DIM, DIM_PAD, BLOCK, PRECISION
