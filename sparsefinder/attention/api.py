@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsefinder.attention.call import Call, asks_gradient, checked, in_single
 from sparsefinder.attention.cpu import attend_cpu
 from sparsefinder.attention.dense import attend_all
+from sparsefinder.attention.flex import attend_flex
 from sparsefinder.attention.gather import attend_gather
 from sparsefinder.attention.gpu import attend_gpu, why_not_gpu
 from sparsefinder.attention.reference import attend_reference
@@ -16,14 +17,16 @@ from sparsefinder.errors import BackendError, ShapeError
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 
-Backend = Literal["auto", "reference", "cpu", "gather", "gpu"]
+Backend = Literal["auto", "reference", "cpu", "gather", "gpu", "flex"]
 
 BACKENDS: dict[str, Callable[[Call, Plan], Tensor]] = {
     "reference": attend_reference,
     "cpu": attend_cpu,
     "gather": attend_gather,
     "gpu": attend_gpu,
+    "flex": attend_flex,
 }
+TAKE_HALF = ("gpu", "flex")  # half precision as it comes; the others get float32
 
 
 def attend(
@@ -49,7 +52,8 @@ def attend(
         bias: added to the score of every pair of a head (the relative positions of T5), finite; for each item or for
             all. None = nothing.
         backend: `reference` (dense, the oracle), `cpu` (numba, no gradient), `gpu` (Triton, no gradient, no bias,
-            float32 at most), `gather` (plain torch, any device), or `auto`: `cpu` for CPU tensors and `gpu` for CUDA
+            float32 at most), `flex` (FlexAttention: softmax only, no bias, a baseline), `gather` (plain torch, any
+            device), or `auto`: `cpu` for CPU tensors and `gpu` for CUDA
             tensors unless a gradient or something that they cannot do is asked for, `gather` otherwise.
 
     Raises:
@@ -64,7 +68,7 @@ def attend(
     if plan.keys.device != q.device:
         raise ShapeError(f"plan: expected a plan on {q.device} like q, got {plan.keys.device}")
     chosen = _choose(backend, call)
-    return BACKENDS[chosen](call if chosen == "gpu" else in_single(call), plan).to(q.dtype)
+    return BACKENDS[chosen](call if chosen in TAKE_HALF else in_single(call), plan).to(q.dtype)
 
 
 def attend_dense(
