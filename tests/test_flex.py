@@ -1,5 +1,7 @@
 """The flex backend: the cases of the other backends with softmax, and its blocks pair by pair."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import test_attention as cases
@@ -7,10 +9,9 @@ import torch
 from cases_core import batches, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_algebra_laws import dense
 from torch.nn.attention import flex_attention as flex
 
-from sparsefinder.attention.api import attend
+from sparsefinder.attention.api import attend, attend_dense
 from sparsefinder.attention.flex import plan_block_mask, rows_with_keys
 from sparsefinder.errors import BackendError
 from sparsefinder.patterns.positional import Window
@@ -24,6 +25,8 @@ def _eager_softmax(monkeypatch):
     """The cases of the other backends run with α = 1 and this one. Eager: tracing takes longer than the cases."""
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(cases, "NAMES", ["flex", "reference"])
+    for name, compute in (("attend", attend), ("attend_dense", attend_dense)):
+        monkeypatch.setattr(cases, name, partial(compute, alpha=1.0))
     monkeypatch.setattr(cases, "run", lambda batch, plan, name, alpha=1.0, scale=0.2: RUN(batch, plan, name, alpha, scale))
     monkeypatch.setattr(cases, "dense", lambda batch, alpha=1.0, scale=0.2: DENSE(batch, alpha, scale))
 
@@ -66,11 +69,16 @@ def test_the_blocks_hold_exactly_the_pairs_of_the_plan(batch, size, block):
     for b in range(batch.q.shape[0]):
         for h in range(batch.heads):
             matrix = plan_matrix(plan, batch.legal, b, h).numpy()
-            assert np.array_equal(dense(mask, b, h), matrix)
+            assert mask.full_kv_num_blocks is None  # so every pair of a block is checked
+            i, j = (torch.arange(n) for n in matrix.shape)
+            pairs = mask.mask_mod(torch.tensor(b), torch.tensor(h), i[:, None], j[None, :])
+            assert np.array_equal(pairs.numpy(), matrix)
             assert np.array_equal(rows_with_keys(plan)[b, h].numpy(), matrix.any(1))
             blocks = np.pad(matrix, ((0, -matrix.shape[0] % block), (0, -matrix.shape[1] % block)))
             blocks = blocks.reshape(blocks.shape[0] // block, block, -1, block).any((1, 3))
-            assert np.array_equal(mask.kv_num_blocks[b, h].numpy(), blocks.sum(1))  # no block that holds nothing
+            for t, count in enumerate(blocks.sum(1)):  # the blocks that hold a pair, and no other
+                assert mask.kv_num_blocks[b, h, t] == count
+                assert mask.kv_indices[b, h, t, :count].tolist() == blocks[t].nonzero()[0].tolist()
 
 
 def test_what_it_cannot_do_is_refused():

@@ -25,12 +25,22 @@ INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
 
 INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: the kernel runs in numpy, on CPU tensors
+WIDEN = tl.constexpr(INTERPRETED)  # numpy has no bfloat16: the interpreter would multiply its bits as whole numbers
+
+
+@triton.jit
+def multiply(a, b, onto, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`a @ b + onto`: half precision is multiplied as it is and added up in float32."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, onto, input_precision=PRECISION)
 
 
 @triton.jit
 def score_block(  # type: ignore[no-untyped-def]
-    query, k_head, listed, first_row, count, low, row, height, scale, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    query, k_head, listed, first_row, count, low, row, height, scale, ROWS: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores `[ROWS, BLOCK]` of the listed keys from `low` on, −inf where a row may not read one; which keys they are;
     which rows have a score that is no number (1) or not (0)."""
@@ -41,8 +51,7 @@ def score_block(  # type: ignore[no-untyped-def]
     d = tl.arange(0, DIM_PAD)
     at = key[:, None] * DIM + d[None, :]
     block = tl.load(k_head + at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
-    # Half precision is multiplied as it is and added up in float32; float32 without the cut to TF32.
-    scores = tl.dot(query, tl.trans(block), input_precision=PRECISION) * scale
+    scores = multiply(query, tl.trans(block), tl.zeros([ROWS, BLOCK], tl.float32), PRECISION) * scale
     may = (first[None, :] <= row[:, None]) & (row < height)[:, None]
     wrong = may & ((scores != scores) | (scores == INFINITY))
     return tl.where(may & (wrong == 0), scores, -INFINITY), key, tl.max(wrong.to(tl.int32), 1)
@@ -133,7 +142,7 @@ def softmax_tile(  # type: ignore[no-untyped-def]
     out = tl.zeros([ROWS, DIM_V_PAD], tl.float32)
     for low in range(0, count, BLOCK):
         scores, key, wrong = score_block(
-            query, k_head, listed, first_row, count, low, row, height, scale, DIM, DIM_PAD, BLOCK, PRECISION
+            query, k_head, listed, first_row, count, low, row, height, scale, ROWS, DIM, DIM_PAD, BLOCK, PRECISION
         )
         bad = tl.maximum(bad, wrong)
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -142,7 +151,7 @@ def softmax_tile(  # type: ignore[no-untyped-def]
         weight = tl.exp(scores - safe[:, None])
         total = total * shrink + tl.sum(weight, 1)
         values = load_values(v_head, key, low + tl.arange(0, BLOCK) < count, DIM_V, DIM_V_PAD)
-        out = tl.dot(weight.to(values.dtype), values, out * shrink[:, None], input_precision=PRECISION)
+        out = multiply(weight.to(values.dtype), values, out * shrink[:, None], PRECISION)
         top = higher
     return out / tl.where(total > 0.0, total, 1.0)[:, None], bad
 
@@ -161,7 +170,7 @@ def entmax_tile(  # type: ignore[no-untyped-def]
     line = tl.arange(0, ROWS)[:, None] * count
     for low in range(0, count, BLOCK):
         scores, _, wrong = score_block(
-            query, k_head, listed, first_row, count, low, row, height, scale, DIM, DIM_PAD, BLOCK, PRECISION
+            query, k_head, listed, first_row, count, low, row, height, scale, ROWS, DIM, DIM_PAD, BLOCK, PRECISION
         )
         bad = tl.maximum(bad, wrong)
         top = tl.maximum(top, tl.max(scores, 1))
@@ -180,7 +189,7 @@ def entmax_tile(  # type: ignore[no-untyped-def]
     out = tl.zeros([ROWS, DIM_V_PAD], tl.float32)
     for low in range(0, count, BLOCK):
         scores, key, _ = score_block(
-            query, k_head, listed, first_row, count, low, row, height, scale, DIM, DIM_PAD, BLOCK, PRECISION
+            query, k_head, listed, first_row, count, low, row, height, scale, ROWS, DIM, DIM_PAD, BLOCK, PRECISION
         )
         if KIND == ENTMAX15:
             gap = tl.maximum((scores - top[:, None]) * 0.5 - tau[:, None], 0.0)
@@ -189,7 +198,7 @@ def entmax_tile(  # type: ignore[no-untyped-def]
             gap = (scores.to(tl.float64) - top[:, None]) * order - tau[:, None]
             weight = (positive_power(gap, 1.0 / order) / total[:, None]).to(tl.float32)
         values = load_values(v_head, key, low + tl.arange(0, BLOCK) < count, DIM_V, DIM_V_PAD)
-        out = tl.dot(weight.to(values.dtype), values, out, input_precision=PRECISION)
+        out = multiply(weight.to(values.dtype), values, out, PRECISION)
     return out, bad
 
 
