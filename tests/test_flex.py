@@ -27,7 +27,9 @@ def _eager_softmax(monkeypatch):
     monkeypatch.setattr(cases, "NAMES", ["flex", "reference"])
     for name, compute in (("attend", attend), ("attend_dense", attend_dense)):
         monkeypatch.setattr(cases, name, partial(compute, alpha=1.0))
-    monkeypatch.setattr(cases, "run", lambda batch, plan, name, alpha=1.0, scale=0.2: RUN(batch, plan, name, alpha, scale))
+    monkeypatch.setattr(
+        cases, "run", lambda batch, plan, name, alpha=1.0, scale=0.2: RUN(batch, plan, name, alpha, scale)
+    )
     monkeypatch.setattr(cases, "dense", lambda batch, alpha=1.0, scale=0.2: DENSE(batch, alpha, scale))
 
 
@@ -36,7 +38,9 @@ def _eager_softmax(monkeypatch):
 def test_it_equals_the_definition(batch, size):
     exact, plan = cases.doubled(batch), build_plan(batch.pattern, batch.legal, size)
     scales = torch.linspace(0.2, 0.4, batch.heads)
-    allowed = [[plan_matrix(plan, batch.legal, b, h).numpy() for h in range(batch.heads)] for b in range(batch.q.shape[0])]
+    allowed = [
+        [plan_matrix(plan, batch.legal, b, h).numpy() for h in range(batch.heads)] for b in range(batch.q.shape[0])
+    ]
     expected = cases.by_oracle(exact, lambda b, h: allowed[b][h], 1.0, scales)
     cases.close(RUN(exact, plan, "flex", 1.0, scales), expected, 1e-10)
     cases.close(RUN(batch, plan, "flex", 1.0, scales), expected.float(), 1e-6)

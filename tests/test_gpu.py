@@ -1,5 +1,6 @@
 """The gpu backend in Triton's interpreter, on CPU tensors: the cases of the other backends, and what only it does."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -196,3 +197,35 @@ def test_importing_the_library_needs_no_triton():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert float(done.stdout) == 32
+
+
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sparsefinder.attention import gpu_kernels
+assert not gpu_kernels.INTERPRETED
+kernel, config = gpu_kernels.attend_tiles, gpu_kernels.CONFIGS[0]
+fixed = dict(KIND=int(sys.argv[1]), ROWS=64, DIM=64, DIM_V=64, DIM_PAD=64, DIM_V_PAD=64, PRECISION="tf32", **config.kwargs)
+types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(fixed, "constexpr")
+types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("scales", "scratch"), "*fp32")
+types |= dict.fromkeys(("tile_batch", "tile_head", "tile_start", "tile_rows", "keys", "first_row"), "*i32")
+types |= {"offsets": "*i64", "alpha": "fp32", "step_floor": "fp32"}
+places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+compiled = triton.compile(ASTSource(kernel, types, places), target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": config.num_warps, "num_stages": config.num_stages})
+print(len(compiled.asm["cubin"]), "wgmma" in compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_it_compiles_for_a_gpu_that_is_not_here(kind, tmp_path):
+    """To the machine code of an H100 or H200, with its tensor cores: the interpreter forgives what a compiler does not."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE, str(kind)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    size, tensor_cores = done.stdout.split()
+    assert int(size) > 1000
+    assert tensor_cores == "True"

@@ -53,8 +53,8 @@ def attend(
             all. None = nothing.
         backend: `reference` (dense, the oracle), `cpu` (numba, no gradient), `gpu` (Triton, no gradient, no bias,
             float32 at most), `flex` (FlexAttention: softmax only, no bias, a baseline), `gather` (plain torch, any
-            device), or `auto`: `cpu` for CPU tensors and `gpu` for CUDA
-            tensors unless a gradient or something that they cannot do is asked for, `gather` otherwise.
+            device), or `auto`: `cpu` for CPU tensors and `gpu` for CUDA tensors, `gather` where a gradient is asked for
+            or the kernel cannot take the call.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run on these tensors; nothing falls back in silence.

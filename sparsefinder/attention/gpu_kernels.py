@@ -246,6 +246,6 @@ def attend_tiles(  # type: ignore[no-untyped-def]
 
 CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
-    for block, warps, stages in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2))
+    for block, warps, stages in ((64, 4, 2), (64, 8, 2), (32, 4, 2), (32, 4, 3))
 ]
 tuned_attend_tiles = triton.autotune(CONFIGS, key=["KIND", "ROWS", "DIM_PAD", "DIM_V_PAD"])(attend_tiles)
