@@ -2,8 +2,8 @@
 
     benchmarks/gpu_check.sh [--json FILE] [--rehearsal]
 
-First every kind of call is compared with the dense definition on the same GPU. Then, for lengths, batches and densities,
-the shapes with a goal first, until the budget of seconds is spent:
+First every kind of call is compared with the dense definition on the same GPU. Then come lengths, batches and
+densities, the shapes with a goal first, until the budget of seconds is spent:
 
     flash             dense `scaled_dot_product_attention`, held to FlashAttention
     flex              FlexAttention, compiled, on the blocks that the plan touches
@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,8 @@ def _timed(prepare: Callable[[], Callable[[], Any]], sizes: Sizes) -> tuple[floa
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(sizes.runs)]
+        event = partial(torch.cuda.Event, enable_timing=True)
+        events = [[event(), event()] for _ in range(sizes.runs)]
         for start_event, end_event in events:
             start_event.record()
             run()

@@ -63,10 +63,11 @@ def _check(
     said = f"{str(dtype).removeprefix('torch.')}, α = {alpha}, dim {dim}, tiles of {tile}{', causal' * causal}"
     try:
         found = attend(q, k, v, plan, legal=there, alpha=alpha, scale=2 * dim**-0.5, backend="gpu").float()
-    except Exception as error:  # noqa: BLE001  (a kernel that does not compile here: the other cases go on)
-        return {"call": said, "right": False, "said": f"{type(error).__name__}: {error}"[:200]}
-    single = [x.float() for x in (q, k, v)]
-    expected = attend(*single, plan, legal=there, alpha=alpha, scale=2 * dim**-0.5, backend="reference")
+    except Exception as failure:  # noqa: BLE001  (a kernel that does not compile here: the other cases go on)
+        return {"call": said, "right": False, "said": f"{type(failure).__name__}: {failure}"[:200]}
+    expected = attend(
+        q.float(), k.float(), v.float(), plan, legal=there, alpha=alpha, scale=2 * dim**-0.5, backend="reference"
+    )
     error, allowed = float((found - expected).abs().max()), TOLERANCES[dtype] * (ABOVE_TWO if alpha > 2 else 1)
     return {"call": said, "right": error <= allowed, "said": f"greatest error {error:.1e}", "error": error}
 

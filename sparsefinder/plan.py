@@ -219,6 +219,7 @@ def global_counts(pattern: Pattern, legal: Legal) -> np.ndarray:
 
 
 def tiles_of(legal: Legal, sizes: tuple[int, ...], globals_: np.ndarray) -> Tiles:
+    """The tiles of `sizes[h]` rows, counted from each item's first real token."""
     if legal.radius is not None:
         raise PatternError(f"plan: expected a layer without a sliding window, got one of radius {legal.radius}")
     first, real = first_real(legal).cpu().numpy(), legal.query_real.cpu().numpy()

@@ -5,8 +5,9 @@ tile reads depends on its scores and never comes back to the host: the lists hav
 The lists are those of `plan_from_tile_scores` on the CPU, key by key.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,9 +69,21 @@ def place_tiles(legal: Legal, sizes: tuple[int, ...], extra: Pattern) -> PlacedT
     def moved(x: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(x).to(dtype).to(device)
 
-    owners = [moved(x, torch.int32) for x in (tiles.batch, tiles.head, tiles.start, tiles.rows)]
-    rest = moved(tiles.index, torch.int64), moved(tiles.alone, torch.bool), legal.key_real, first_real(legal)
-    return PlacedTiles(tiles, host, spans, *owners, *rest, moved(counts, torch.int64), radius)
+    return PlacedTiles(
+        on_host=tiles,
+        legal=host,
+        spans=spans,
+        batch=moved(tiles.batch, torch.int32),
+        head=moved(tiles.head, torch.int32),
+        start=moved(tiles.start, torch.int32),
+        rows=moved(tiles.rows, torch.int32),
+        index=moved(tiles.index, torch.int64),
+        alone=moved(tiles.alone, torch.bool),
+        key_real=legal.key_real,
+        first=first_real(legal),
+        globals_=moved(counts, torch.int64),
+        radius=radius,
+    )
 
 
 def plan_on_device(scores: Float[Tensor, "B H T M"], rule: Rule, tiles: PlacedTiles) -> Plan:
@@ -97,7 +110,8 @@ def plan_on_device(scores: Float[Tensor, "B H T M"], rule: Rule, tiles: PlacedTi
 def placed_on(tiles: PlacedTiles, device: torch.device | str) -> PlacedTiles:
     """The same tiles on another device; what is on the host stays there."""
     parts = {field.name: getattr(tiles, field.name) for field in fields(tiles)}
-    return PlacedTiles(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in parts.items()})
+    moved: dict[str, Any] = {name: x.to(device) for name, x in parts.items() if isinstance(x, Tensor)}
+    return replace(tiles, **moved)
 
 
 def _positional(tiles: PlacedTiles, low: Tensor, key: Tensor) -> Bool[Tensor, "T M"]:

@@ -90,8 +90,8 @@ def test_what_it_cannot_do_is_refused():
     plan = build_plan(Window(1), batch.legal, 4, heads=2)
     with pytest.raises(BackendError, match="backend flex: expected alpha 1"):
         RUN(batch, plan, "flex", 1.5)
+    bias = torch.zeros(1, 2, 6, 6)
     with pytest.raises(BackendError, match="backend flex: expected no bias"):
-        bias = torch.zeros(1, 2, 6, 6)
         attend(batch.q, batch.k, batch.v, plan, legal=batch.legal, alpha=1.0, bias=bias, backend="flex")
 
 

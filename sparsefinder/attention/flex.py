@@ -32,7 +32,7 @@ def attend_flex(call: Call, plan: Plan) -> Tensor:
     if call.bias is not None:
         raise BackendError("backend flex: expected no bias, got one")
     q, k, v = without_padding(call)
-    compute = _compiled() if q.is_cuda else flex_attention
+    compute: Callable[..., Tensor] = _compiled() if q.is_cuda else flex_attention
     out = compute(
         q * call.scales[:, None, None].to(q.dtype),
         k,
@@ -99,4 +99,4 @@ def rows_with_keys(plan: Plan) -> Bool[Tensor, "B H N"]:
 @cache
 def _compiled() -> Callable[..., Tensor]:
     """Compiled once per process; torch compiles again for other dtypes and head dimensions."""
-    return torch.compile(flex_attention)  # type: ignore[return-value]
+    return torch.compile(flex_attention)

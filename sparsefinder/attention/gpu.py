@@ -52,7 +52,7 @@ def attend_gpu(call: Call, plan: Plan) -> Tensor:
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[-1])
     if not plan.tile_rows.shape[0]:
         return out
-    with torch.cuda.device_of(call.q):
+    with torch.cuda.device_of(call.q):  # type: ignore[no-untyped-call]
         _launch(call, plan, out)
     return out
 

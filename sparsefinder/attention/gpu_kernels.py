@@ -8,6 +8,7 @@ down, and multiplies the weights with the values.
 
 This module needs torch and triton, nothing else.
 """
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import triton
 import triton.language as tl
@@ -29,7 +30,7 @@ WIDEN = tl.constexpr(INTERPRETED)  # numpy has no bfloat16: the interpreter woul
 
 
 @triton.jit
-def multiply(a, b, onto, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def multiply(a, b, onto, PRECISION: tl.constexpr):
     """`a @ b + onto`: half precision is multiplied as it is and added up in float32."""
     if WIDEN:
         a = a.to(tl.float32)
@@ -38,7 +39,7 @@ def multiply(a, b, onto, PRECISION: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def score_block(  # type: ignore[no-untyped-def]
+def score_block(
     query, k_head, listed, first_row, count, low, row, height, scale, ROWS: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def score_block(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_values(v_head, key, inside, DIM: tl.constexpr, DIM_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_values(v_head, key, inside, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Values `[BLOCK, DIM_PAD]` of the keys; zero behind the end of the list."""
     d = tl.arange(0, DIM_PAD)
     at = key[:, None] * DIM + d[None, :]
@@ -66,7 +67,7 @@ def load_values(v_head, key, inside, DIM: tl.constexpr, DIM_PAD: tl.constexpr): 
 
 
 @triton.jit
-def load_candidates(slot, filled, count, low, top, order, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_candidates(slot, filled, count, low, top, order, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """`(α − 1)(z − max z)` of the candidates from `low` on, −inf where a row has no more of them."""
     column = low + tl.arange(0, BLOCK)
     at = tl.arange(0, ROWS)[:, None] * count + column[None, :]
@@ -75,7 +76,7 @@ def load_candidates(slot, filled, count, low, top, order, ROWS: tl.constexpr, BL
 
 
 @triton.jit
-def climb(slot, filled, count, top, step_floor, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def climb(slot, filled, count, top, step_floor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """τ of every row for α = 1.5: Newton from −1 upwards over the candidates, as on the CPU."""
     tau = tl.full([ROWS], -1.0, tl.float32)
     most = tl.max(filled, 0)
@@ -95,13 +96,13 @@ def climb(slot, filled, count, top, step_floor, ROWS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def positive_power(x, exponent):  # type: ignore[no-untyped-def]
+def positive_power(x, exponent):
     """`max(x, 0) ** exponent`."""
     return tl.where(x > 0, tl.exp2(tl.log2(tl.where(x > 0, x, 1.0)) * exponent), 0.0)
 
 
 @triton.jit
-def bracket(slot, filled, count, top, order, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def bracket(slot, filled, count, top, order, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """τ and the sum of the weights there for any α > 1, in float64: Newton and bisection in turn, because above α = 2
     Newton alone may creep. What the weights lack of one is spread over them by the caller."""
     exponent = 1.0 / order
@@ -131,7 +132,7 @@ def bracket(slot, filled, count, top, order, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def softmax_tile(  # type: ignore[no-untyped-def]
+def softmax_tile(
     query, k_head, v_head, listed, first_row, count, row, height, scale, ROWS: tl.constexpr, DIM: tl.constexpr,
     DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +158,7 @@ def softmax_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def entmax_tile(  # type: ignore[no-untyped-def]
+def entmax_tile(
     query, k_head, v_head, listed, first_row, count, row, height, scale, slot, alpha, step_floor, KIND: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
@@ -180,6 +181,7 @@ def entmax_tile(  # type: ignore[no-untyped-def]
         tl.store(slot + at, scores, mask=candidate > 0)
         filled += tl.sum(candidate, 1)
     top = tl.where(top > -INFINITY, top, 0.0)
+    total = tl.full([ROWS], 1.0, tl.float64)  # Newton leaves weights that sum to one
     tl.debug_barrier()  # what other threads of this program stored is read below
     if KIND == ENTMAX15:
         tau = climb(slot, filled, count, top, step_floor, ROWS, BLOCK)
@@ -203,7 +205,7 @@ def entmax_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def attend_tiles(  # type: ignore[no-untyped-def]
+def attend_tiles(
     q, k, v, out, scales, tile_batch, tile_head, tile_start, tile_rows, offsets, keys, first_row, scratch, slot_size,
     parts, work, heads, group, queries, key_count, alpha, step_floor, KIND: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, DIM_PAD: tl.constexpr, DIM_V_PAD: tl.constexpr, PRECISION: tl.constexpr,
