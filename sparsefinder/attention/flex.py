@@ -46,7 +46,7 @@ def attend_flex(call: Call, plan: Plan) -> Tensor:
 
 
 def plan_block_mask(plan: Plan, block: int = BLOCK) -> BlockMask:
-    """The blocks that hold a pair of the plan, each pair of them checked again: exactly the pairs of the plan.
+    """The blocks that the lists of the plan touch, each pair of them checked again: exactly the pairs of the plan.
 
     A byte for every (tile, key) and numbers of every block are made, nothing of size N × M.
     """
