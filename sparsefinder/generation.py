@@ -129,7 +129,7 @@ def _check(legal: Legal) -> None:
 def _last_lists(plan: Plan) -> Bool[Tensor, "B H M"]:
     """The keys that the last row of every item and head reads: those of the tile that ends there."""
     batch, heads, rows, keys = plan.shape
-    last = (plan.tile_start + plan.tile_rows == rows).repeat_interleave(plan.offsets.diff())
+    last = (plan.tile_start + plan.tile_rows == rows).repeat_interleave(plan.offsets.diff()).nonzero().squeeze(-1)
     owner = (plan.tile_batch.long() * heads + plan.tile_head).repeat_interleave(plan.offsets.diff())
     listed = torch.zeros(batch * heads, keys, dtype=torch.bool, device=plan.keys.device)
     listed[owner[last], plan.keys[last].long()] = True

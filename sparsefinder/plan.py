@@ -17,15 +17,8 @@ from sparsefinder.patterns.algebra import Context, Pattern, context_for, materia
 from sparsefinder.patterns.content import BucketsMeet, pack_bits
 from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
-from sparsefinder.plan_kernels import (
-    count_marks,
-    list_marks,
-    mark_buckets,
-    mark_matrix,
-    mark_positions,
-    mark_scores,
-)
-from sparsefinder.query_tiles import QueryTiles, global_counts, query_tiles
+from sparsefinder.plan_kernels import count_marks, list_marks, mark_buckets, mark_matrix, mark_positions, mark_scores
+from sparsefinder.query_tiles import QueryTiles, global_counts, only_positional, query_tiles
 from sparsefinder.shapes import head_tiles
 from sparsefinder.threads import threads_for
 
@@ -36,7 +29,7 @@ class Plan:
 
     shape: (B, H, N, M).
     tile_start, tile_rows: the rows `tile_start[t] … tile_start[t] + tile_rows[t] − 1` read the list of tile `t`.
-    keys[offsets[t] : offsets[t + 1]]: its keys, ascending.
+    keys[offsets[t] : offsets[t + 1]]: its keys, ascending; behind the last list there may be room (`plan_device`).
     first_row: the first row of the tile, counted from its start, that may read the key (0 where not causal).
     """
 
@@ -50,7 +43,8 @@ class Plan:
     first_row: Int32[Tensor, " E"]
 
     def __post_init__(self) -> None:
-        if self.offsets.shape[0] != self.tile_start.shape[0] + 1 or int(self.offsets[-1]) != self.keys.shape[0]:
+        end = int(self.offsets[-1]) if self.offsets.device.type == "cpu" else 0  # a look elsewhere would wait for it
+        if self.offsets.shape[0] != self.tile_start.shape[0] + 1 or end > self.keys.shape[0]:
             raise ShapeError(f"plan: {self.offsets.shape[0]} offsets do not fit {self.tile_start.shape[0]} tiles")
 
 
@@ -120,6 +114,7 @@ def plan_from_tile_scores(
     ctx: Context | None = None,
 ) -> Plan:
     """The plan of the best-scored keys of every tile ∪ `extra` ∪ every query itself, with nothing of size N × M.
+    On a GPU, with windows and global tokens as `extra`, it is made there (`plan_on_device`), NaN is then not reported.
 
     Args:
         scores: row `t` belongs to the queries at positions `t * tile_size …`, counted from the item's first real
@@ -137,9 +132,13 @@ def plan_from_tile_scores(
     if (batch, keys) != tuple(legal.key_real.shape) or rows < tile_count(legal, min(sizes)):
         expected = (legal.key_real.shape[0], heads, tile_count(legal, min(sizes)), legal.key_real.shape[1])
         raise ShapeError(f"scores: expected {expected}, got {tuple(scores.shape)}")
+    if scores.is_cuda and only_positional(extra):
+        from sparsefinder.plan_device import place_tiles, plan_on_device  # it imports this module
+
+        return plan_on_device(scores, rule, place_tiles(legal, sizes, extra))
     tiles = query_tiles(legal, sizes, global_counts(extra, legal))
     marks = np.zeros((tiles.start.shape[0], keys), np.uint8)
-    counts, least = _limits(rule, tiles, legal, heads)
+    counts, least = rule_limits(rule, tiles, legal, heads)
     numbers, real, offset = _contiguous(scores.float()), _contiguous(legal.key_real), legal.query_offset
     place = (tiles.batch, tiles.head, tiles.start, tiles.index, tiles.alone)
     with threads_for(marks.size * 8):
@@ -169,7 +168,7 @@ def plan_matrix(plan: Plan, legal: Legal, b: int, h: int) -> Bool[Tensor, "N M"]
 def computed_pairs(plan: Plan) -> Int64[Tensor, "B H"]:
     """Pairs that a kernel computes for every item and head: each key counts for the rows from `first_row` on."""
     lengths = plan.offsets.diff()
-    pairs = (plan.tile_rows.repeat_interleave(lengths) - plan.first_row).long()
+    pairs = (plan.tile_rows.repeat_interleave(lengths) - plan.first_row[: int(plan.offsets[-1])]).long()
     owner = plan.tile_batch.long() * plan.shape[1] + plan.tile_head
     total = torch.zeros(plan.shape[0] * plan.shape[1], dtype=torch.int64, device=pairs.device)
     return total.index_add_(0, owner.repeat_interleave(lengths), pairs).view(plan.shape[:2])
@@ -224,7 +223,7 @@ def _mark_any(marks: np.ndarray, tiles: QueryTiles, pattern: Pattern, legal: Leg
         mark_matrix(marks[low:high], tiles.start[low:high], tiles.rows[low:high], _contiguous(matrix), legal.causal)
 
 
-def _limits(rule: Rule, tiles: QueryTiles, legal: Legal, heads: int) -> tuple[np.ndarray, np.ndarray]:
+def rule_limits(rule: Rule, tiles: QueryTiles, legal: Legal, heads: int) -> tuple[np.ndarray, np.ndarray]:
     """The number of keys and the least score of every tile."""
     count = np.full(tiles.start.shape[0], legal.key_real.shape[1], np.int64)
     least = np.full(tiles.start.shape[0], -np.inf, np.float32)

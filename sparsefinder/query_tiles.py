@@ -7,7 +7,7 @@ import numpy as np
 from sparsefinder.errors import PatternError
 from sparsefinder.patterns.algebra import Pattern, union_leaves
 from sparsefinder.patterns.legal import Legal, first_real
-from sparsefinder.patterns.positional import GlobalTokens
+from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,3 +59,8 @@ def _runs(rows: np.ndarray, position: np.ndarray, is_global: np.ndarray, size: i
     begin = at.nonzero()[0]
     count = np.diff(np.append(begin, rows.shape[0]))
     return rows[begin], count, np.maximum(position[begin] // size, 0), is_global[begin]
+
+
+def only_positional(pattern: Pattern) -> bool:
+    """Is it made of windows and global tokens only, which needs no matrix?"""
+    return all(isinstance(leaf, Window | GlobalTokens | Nothing) for leaf in union_leaves(pattern))

@@ -9,6 +9,7 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("NUMBA_NUM_THREADS", str(THREADS))
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported, by whichever test comes first
 
 import numpy as np  # noqa: E402  (the environment above is read at import)
 import pytest  # noqa: E402

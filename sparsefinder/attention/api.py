@@ -6,23 +6,28 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsefinder.attention.call import Call, asks_gradient, checked
+from sparsefinder.attention.call import Call, asks_gradient, checked, in_single
 from sparsefinder.attention.cpu import attend_cpu
 from sparsefinder.attention.dense import attend_all
+from sparsefinder.attention.flex import attend_flex
 from sparsefinder.attention.gather import attend_gather
+from sparsefinder.attention.gpu import attend_gpu, why_not_gpu
 from sparsefinder.attention.reference import attend_reference
 from sparsefinder.attention.softmax import attend_softmax, can_be_fused
 from sparsefinder.errors import BackendError, ShapeError
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 
-Backend = Literal["auto", "reference", "cpu", "gather"]
+Backend = Literal["auto", "reference", "cpu", "gather", "gpu", "flex"]
 
 BACKENDS: dict[str, Callable[[Call, Plan], Tensor]] = {
     "reference": attend_reference,
     "cpu": attend_cpu,
     "gather": attend_gather,
+    "gpu": attend_gpu,
+    "flex": attend_flex,
 }
+TAKE_HALF = ("gpu", "flex")  # half precision as it comes; the others get float32
 
 
 def attend(
@@ -41,27 +46,30 @@ def attend(
 
     Equal to `attend_dense` in every row whose list holds the support (sparse consistency). Rows without keys, padding
     rows among them, are zeros; what padding holds, NaN included, changes nothing. Half precision is computed in
-    float32 and returned as it came.
+    float32 and returned as it came (on `gpu` the products are of half numbers, and weights are rounded to them).
 
     Args:
         scale: a number, or one per head; None is `D ** -0.5`.
         bias: added to the score of every pair of a head (the relative positions of T5), finite; for each item or for
             all. None = nothing.
-        backend: `reference` (dense, the oracle), `cpu` (numba, no gradient), `gather` (plain torch, any device), or
-            `auto`: `cpu` for CPU tensors unless a gradient is asked for, `gather` otherwise.
+        backend: `reference` (dense, the oracle), `cpu` (numba, no gradient), `gpu` (Triton, no gradient, no bias,
+            float32 at most), `flex` (FlexAttention: softmax only, no bias, a baseline), `gather` (plain torch, any
+            device), or `auto`: `cpu` for CPU tensors and `gpu` for CUDA tensors, `gather` where a gradient is asked for
+            or the kernel cannot take the call.
 
     Raises:
         BackendError: an unknown backend, or one that cannot run on these tensors; nothing falls back in silence.
         ShapeError, AlphaError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token of q, k or v.
     """
-    call = checked(q, k, v, legal, alpha, scale, bias)
+    call = checked(q, k, v, legal, alpha, scale, bias, keep_half=True)
     if plan.shape != (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys):
         expected = (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys)
         raise ShapeError(f"plan: expected shape {expected}, got {plan.shape}")
     if plan.keys.device != q.device:
         raise ShapeError(f"plan: expected a plan on {q.device} like q, got {plan.keys.device}")
-    return BACKENDS[_choose(backend, call)](call, plan).to(q.dtype)
+    chosen = _choose(backend, call)
+    return BACKENDS[chosen](call if chosen in TAKE_HALF else in_single(call), plan).to(q.dtype)
 
 
 def attend_dense(
@@ -87,11 +95,15 @@ def _choose(backend: str, call: Call) -> str:
     gradient = asks_gradient(call)
     on_cpu = call.q.device.type == "cpu"
     if backend == "auto":
-        return "cpu" if on_cpu and not gradient else "gather"
+        if gradient:
+            return "gather"
+        return "cpu" if on_cpu else "gather" if why_not_gpu(call) else "gpu"
     if backend not in BACKENDS:
         raise BackendError(f"backend: expected auto or one of {', '.join(sorted(BACKENDS))}, got {backend}")
     if backend == "cpu" and not on_cpu:
         raise BackendError(f"backend cpu: expected tensors on the CPU, got {call.q.device}")
-    if backend == "cpu" and gradient:
-        raise BackendError("backend cpu: expected no gradient to be asked for, use reference or gather (or no_grad)")
+    if backend in ("cpu", "gpu") and gradient:
+        raise BackendError(
+            f"backend {backend}: expected no gradient to be asked for, use reference or gather (or no_grad)"
+        )
     return backend

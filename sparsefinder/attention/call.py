@@ -1,6 +1,6 @@
 """What every backend gets: checked tensors of one attention call."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -14,6 +14,8 @@ from sparsefinder.shapes import Dims, check_alpha, check_bias, check_finite, che
 @dataclass(frozen=True, eq=False)
 class Call:
     """`q, k, v` in float32 or float64; `scales` is the factor of `q·k` per head; α = 1 is softmax.
+
+    Of a call that kept its half precision (see `checked`), `scales` and `bias` are in float32 all the same.
 
     bias: what is added to the scaled scores, see `attend`; its batch is that of q, or 1 for all items.
     """
@@ -36,18 +38,27 @@ def checked(
     alpha: float,
     scale: float | Tensor | None,
     bias: Tensor | None = None,
+    *,
+    keep_half: bool = False,
 ) -> Call:
-    """A call whose arguments fit each other; half precision becomes float32. Errors as in `attend`."""
+    """A call whose arguments fit each other; half precision becomes float32 unless it is kept, for a kernel that takes
+    it and adds up in float32. Errors as in `attend`."""
     dims = check_qkv(q, k, v)
     check_real(legal.query_real, legal.key_real, dims)
     if legal.key_real.device != q.device:
         raise ShapeError(f"legal: expected masks on {q.device} like q, got {legal.key_real.device}")
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    q, k, v = q.to(exact), k.to(exact), v.to(exact)
     for name, x, real in (("q", q, legal.query_real), ("k", k, legal.key_real), ("v", v, legal.key_real)):
         check_finite(name, x, real)
-    added = None if bias is None else check_bias(bias, dims, q)
-    return Call(q, k, v, legal, check_alpha(alpha), head_scales(scale, dims, q), dims, added)
+    exact = q.new_empty(0, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    added = None if bias is None else check_bias(bias, dims, exact)
+    call = Call(q, k, v, legal, check_alpha(alpha), head_scales(scale, dims, exact), dims, added)
+    return call if keep_half else in_single(call)
+
+
+def in_single(call: Call) -> Call:
+    """The same call with half precision as float32."""
+    exact = call.scales.dtype
+    return replace(call, q=call.q.to(exact), k=call.k.to(exact), v=call.v.to(exact))
 
 
 def without_padding(call: Call) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,7 @@ from sparsefinder.predictors.projections import (
     project_keys,
     project_queries,
 )
+from sparsefinder.query_tiles import only_positional
 from sparsefinder.shapes import head_tiles
 
 QUERIES_BEFORE = 7
@@ -87,11 +88,10 @@ class Tiles:
             ShapeError: q, k and the maps do not fit.
             NonFiniteError: NaN in a real token.
         """
-        if q.device.type == "cpu" and self.threshold is not None:
-            from sparsefinder.predictors.tiles_cpu import only_positions, threshold_plan  # numba: on the CPU only
+        if q.device.type == "cpu" and self.threshold is not None and only_positional(positional):
+            from sparsefinder.predictors.tiles_cpu import threshold_plan  # numba is needed on the CPU only
 
-            if only_positions(positional):
-                return threshold_plan(self, q, k, legal, positional, tile_size)
+            return threshold_plan(self, q, k, legal, positional, tile_size)
         scores = normalized_scores(self, q, k, legal, tile_size)
         rule = (
             KeysPerTile(self.keys_per_tile or 0) if self.threshold is None else ScoreAtLeast(thresholds(self.threshold))

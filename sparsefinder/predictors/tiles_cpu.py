@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsefinder.errors import NonFiniteError
 from sparsefinder.patterns.algebra import Pattern, union_leaves
 from sparsefinder.patterns.legal import Legal, first_real
-from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
+from sparsefinder.patterns.positional import Window
 from sparsefinder.plan import Plan, empty_lists, plan_of_lists
 from sparsefinder.predictors.tile_kernels import add_positions, choose_keys, list_bits, project_all, score_tiles
 from sparsefinder.predictors.tiles import Tiles, check_call
@@ -19,11 +19,6 @@ from sparsefinder.shapes import head_tiles
 from sparsefinder.threads import threads_for
 
 STEPS_PER_SCORE = 16  # of `threads_for`
-
-
-def only_positions(pattern: Pattern) -> bool:
-    """Whether a pattern is made of windows and global tokens only."""
-    return all(isinstance(leaf, Window | GlobalTokens | Nothing) for leaf in union_leaves(pattern))
 
 
 def threshold_plan(
