@@ -220,7 +220,7 @@ def prove_tiles(  # type: ignore[no-untyped-def]
         work = (
             np.empty(width + count + 1, np.int32),
             np.empty(width + count + 1, kind),
-            np.empty(width + count, kind),
+            np.empty(width + count + LANES, kind),
             np.empty(width + count, np.int32),
         )
         group = (

@@ -125,7 +125,7 @@ class Block:
 
 @vector_code
 def reaching(typing: Any, row: Any, at: Any, shift: Any, least: Any) -> Any:
-    """Bit i of a byte: `row[at + i] − shift >= least`, for eight neighbours of a one-dimensional float32 array."""
+    """Bit i of a byte: `row[at + i] − shift >= least`, for eight neighbours of a one-dimensional array."""
 
     def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         block = Block(context, builder, row.dtype)
@@ -134,4 +134,4 @@ def reaching(typing: Any, row: Any, at: Any, shift: Any, least: Any) -> Any:
         moved = builder.fsub(found, block.spread(args[2]))
         return builder.bitcast(builder.fcmp_ordered(">=", moved, block.spread(args[3])), ir.IntType(8))
 
-    return types.uint8(row, types.intp, types.float32, types.float32), write
+    return types.uint8(row, types.intp, row.dtype, row.dtype), write

@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsefinder.attention.call import Call, asks_gradient, checked, in_single
 from sparsefinder.attention.cpu import attend_cpu
 from sparsefinder.attention.dense import attend_all
+from sparsefinder.attention.dense_cpu import attend_entmax, can_be_tiled
 from sparsefinder.attention.flex import attend_flex
 from sparsefinder.attention.gather import attend_gather
 from sparsefinder.attention.gpu import attend_gpu, why_not_gpu
@@ -82,13 +83,14 @@ def attend_dense(
     scale: float | Tensor | None = None,
     bias: Float[Tensor, "#B H N M"] | None = None,
 ) -> Float[Tensor, "B H N Dv"]:
-    """The same over all legal keys. Differentiable; without gradient only a few heads' scores exist at a time, and
+    """The same over all legal keys. Differentiable; without gradient only a few rows' scores exist at a time, and
     softmax is torch's fused attention wherever that needs no matrix of biases or windows.
 
     Arguments, rows of zeros and errors as in `attend`.
     """
     call = checked(q, k, v, legal, alpha, scale, bias)
-    return (attend_softmax(call) if can_be_fused(call) else attend_all(call)).to(q.dtype)
+    attend_by = attend_softmax if can_be_fused(call) else attend_entmax if can_be_tiled(call) else attend_all
+    return attend_by(call).to(q.dtype)
 
 
 def _choose(backend: str, call: Call) -> str:

@@ -15,7 +15,7 @@ from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 from sparsefinder.plan import Plan
 from sparsefinder.rows import climb, highest
 from sparsefinder.threads import threads_for
-from sparsefinder.vector_code import LANES, exp_float32
+from sparsefinder.vector_code import LANES, exp_float32, reaching
 
 COLUMNS = LANES * MIX_VECTORS
 MIX_KEYS = 128  # so many keys' values are mixed into all rows of a tile while the first cache holds them
@@ -89,14 +89,19 @@ def add_bias(bias, keys, scores):  # type: ignore[no-untyped-def]
 
 @inline_kernel
 def entmax15_weights(scores, top, step_floor, index, weight):  # type: ignore[no-untyped-def]
-    """Weights and their places; scores two or more below the best can have none, so the climb sees only the others."""
-    half = scores.dtype.type(0.5)
+    """Weights and their places; scores two or more below the best can have none, so the climb sees only the others.
+
+    scores: the beginning of a row whose memory goes on to a multiple of eight.
+    """
+    half, reach = scores.dtype.type(0.5), scores.dtype.type(-2)
     n = 0
-    for c in range(scores.shape[0]):
-        x = (scores[c] - top) * half
-        index[n] = c
-        weight[n] = x
-        n += x > -1
+    for at in range(0, scores.shape[0], LANES):
+        if reaching(scores, at, top, reach):  # in a long row hardly any eight neighbours hold one
+            for c in range(at, min(at + LANES, scores.shape[0])):
+                x = (scores[c] - top) * half
+                index[n] = c
+                weight[n] = x
+                n += x > -1
     tau = climb(weight[:n], step_floor)
     for c in range(n):
         d = max(weight[c] - tau, scores.dtype.type(0))
