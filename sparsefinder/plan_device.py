@@ -19,7 +19,7 @@ from sparsefinder.patterns.algebra import Pattern, union_leaves
 from sparsefinder.patterns.legal import Legal, first_real, legal_to
 from sparsefinder.patterns.positional import Window
 from sparsefinder.plan import Plan, Rule, rule_limits
-from sparsefinder.query_tiles import QueryTiles, global_counts, query_tiles
+from sparsefinder.query_tiles import QueryTiles, global_counts, only_positional, query_tiles
 
 
 @dataclass(frozen=True, eq=False)
