@@ -6,6 +6,7 @@ has, cost it nearly what dense attention costs (Dong et al., 2024).
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -33,7 +34,7 @@ def attend_flex(call: Call, plan: Plan) -> Tensor:
         raise BackendError("backend flex: expected no bias, got one")
     q, k, v = without_padding(call)
     compute: Any = _compiled() if q.is_cuda else flex_attention
-    out = compute(
+    out: Tensor = compute(
         q * call.scales[:, None, None].to(q.dtype),
         k,
         v,
