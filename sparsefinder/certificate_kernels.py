@@ -7,7 +7,7 @@ exceed to be in the support of the row over all its keys is known then, because 
 import numpy as np
 from numba import prange
 
-from sparsefinder.attention.cpu import add_bias, entmax_weights, load_queries, mix_values, order_keys, score_tile
+from sparsefinder.attention.cpu import add_bias, entmax_weights, mix_values, order_keys, score_tile
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 from sparsefinder.rows import highest
 from sparsefinder.vector_code import LANES
@@ -109,7 +109,8 @@ def weigh_row(line, keys, v, alpha, step_floor, work, out):  # type: ignore[no-u
 def list_scores(q, k, keys, first_row, bias, biased, scaled, listed, reads, scores):  # type: ignore[no-untyped-def]
     """Scores of a tile's rows as in `attention/cpu.py`: row `r` reads the first `reads[r]` of the `listed` keys."""
     order_keys(keys, first_row, q.shape[0], listed, reads)
-    load_queries(q, q.dtype.type(1), scaled)
+    scaled[:] = 0
+    scaled[:, : q.shape[0]] = q.T
     score_tile(scaled, k, listed, reads, q.shape[0], scores)
     if biased:
         add_bias(bias, listed[: keys.shape[0]], scores)

@@ -24,11 +24,10 @@ BRACKET_STEPS = 60
 
 def attend_cpu(call: Call, plan: Plan) -> Tensor:
     """`[B, H, N, Dv]`; rows without keys are zeros."""
-    q, k, v = (np.ascontiguousarray(x.detach().numpy()) for x in (call.q, call.k, call.v))
-    out = torch.zeros(*call.q.shape[:3], call.v.shape[-1], dtype=call.q.dtype)
+    q, k, v, out = laid_out(call)
     lengths = plan.offsets.diff()
     if not lengths.shape[0] or not int(lengths.max()):
-        return out
+        return out.transpose(1, 2)
     if call.alpha == 1 and v.shape[3] % COLUMNS:
         v = np.pad(v, [(0, 0)] * 3 + [(0, -v.shape[3] % COLUMNS)])
     tiles = [x.numpy() for x in (plan.tile_batch, plan.tile_head, plan.tile_start, plan.tile_rows)]
@@ -41,7 +40,15 @@ def attend_cpu(call: Call, plan: Plan) -> Tensor:
         bias = np.ascontiguousarray(call.bias.detach().numpy())
     with threads_for(int(plan.keys.shape[0]) * height * call.dims.dim // 8) as parts:
         attend_tiles(q, k, v, out.numpy(), scales, bias, *tiles, *lists, width, height, float(call.alpha), floor, parts)
-    return out
+    return out.transpose(1, 2)
+
+
+def laid_out(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tensor]:
+    """q `[B, N, H, D]`, as the layers of transformers lay it out, so that mostly nothing is copied; k and v by heads
+    `[B, Hkv, M, D]`, so that the keys of one are neighbours; and zeros for the output `[B, N, H, Dv]`."""
+    q = np.ascontiguousarray(call.q.detach().transpose(1, 2).numpy())
+    k, v = (np.ascontiguousarray(x.detach().numpy()) for x in (call.k, call.v))
+    return q, k, v, torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.q.dtype)
 
 
 @inline_kernel
@@ -62,12 +69,12 @@ def order_keys(keys, first_row, rows, listed, ends):  # type: ignore[no-untyped-
 
 
 @inline_kernel
-def load_queries(q, scale, scaled):  # type: ignore[no-untyped-def]
-    """The tile's queries times the scale, transposed; lanes that only fill up are zero."""
+def load_queries(q, start, rows, h, scale, scaled):  # type: ignore[no-untyped-def]
+    """Some rows of `q [N, H, D]` times the scale, transposed; lanes that only fill up are zero."""
     scaled[:] = 0
-    for r in range(q.shape[0]):
-        for d in range(q.shape[1]):
-            scaled[d, r] = q[r, d] * scale
+    for r in range(rows):
+        for d in range(q.shape[2]):
+            scaled[d, r] = q[start + r, h, d] * scale
 
 
 @inline_kernel
@@ -171,16 +178,16 @@ def entmax_weights(row, top, alpha, step_floor, index, weight):  # type: ignore[
 
 
 @inline_kernel
-def entmax_tile(scores, ends, rows, v, keys, alpha, step_floor, index, weight, out):  # type: ignore[no-untyped-def]
-    """From scores to outputs, row by row: few weights are not zero, and only their values are read."""
+def entmax_tile(scores, ends, rows, v, keys, alpha, step_floor, index, weight, out, start, h):  # type: ignore[no-untyped-def]
+    """From scores to outputs `[N, H, Dv]`, row by row: few weights are not zero, and only their values are read."""
     for r in range(rows):
         row = scores[r, : ends[r]]
         top, bad = highest(row)
         if bad:
-            out[r] = np.nan
+            out[start + r, h, :] = np.nan
         elif ends[r]:
             kept = entmax_weights(row, top, alpha, step_floor, index, weight)
-            mix_values(v, keys, index[:kept], weight[:kept], out[r])
+            mix_values(v, keys, index[:kept], weight[:kept], out[start + r, h])
 
 
 @inline_kernel
@@ -194,8 +201,8 @@ def exponentials(row, top):  # type: ignore[no-untyped-def]
 
 
 @inline_kernel
-def softmax_tile(scores, ends, rows, v, keys, mixed, totals, out):  # type: ignore[no-untyped-def]
-    """From scores to outputs: no weight is zero, so all values are mixed, in blocks."""
+def softmax_tile(scores, ends, rows, v, keys, mixed, totals, out, start, h):  # type: ignore[no-untyped-def]
+    """From scores to outputs `[N, H, Dv]`: no weight is zero, so all values are mixed, in blocks."""
     width = ends[rows - 1]
     for r in range((rows + MIX_ROWS - 1) // MIX_ROWS * MIX_ROWS):
         end = ends[r] if r < rows else 0
@@ -214,8 +221,9 @@ def softmax_tile(scores, ends, rows, v, keys, mixed, totals, out):  # type: igno
     for r in range(rows):
         if ends[r]:
             share = 1 / totals[r]
-            for d in range(out.shape[1]):
-                out[r, d] = mixed[r, d] * share
+            place = out[start + r, h]
+            for d in range(place.shape[0]):
+                place[d] = mixed[r, d] * share
 
 
 @parallel_kernel
@@ -244,7 +252,7 @@ def attend_tiles(  # type: ignore[no-untyped-def]
     bias: `[batch or 1, heads, queries, keys]`, or of one number where there is none.
     """
     biased = bias.shape[2] > 1 or bias.shape[3] > 1
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[2] // k.shape[1]
     high, wide = (height + LANES - 1) // LANES * LANES, (width + LANES - 1) // LANES * LANES
     for p in prange(parts):
         scaled = np.zeros((q.shape[3], high), q.dtype)
@@ -258,12 +266,12 @@ def attend_tiles(  # type: ignore[no-untyped-def]
             if part.start == part.stop:
                 continue
             order_keys(keys[part], first_row[part], n, listed, ends)
-            load_queries(q[b, h, s : s + n], scales[h], scaled)
+            load_queries(q[b], s, n, h, scales[h], scaled)
             score_tile(scaled, k[b, h // group], listed, ends, n, scores)
             if biased:
                 add_bias(bias[b if bias.shape[0] > 1 else 0, h, s : s + n], listed[: ends[n - 1]], scores)
-            values, place = v[b, h // group], out[b, h, s : s + n]
+            values = v[b, h // group]
             if alpha == 1.0:
-                softmax_tile(scores, ends, n, values, listed, mixed, totals, place)
+                softmax_tile(scores, ends, n, values, listed, mixed, totals, out[b], s, h)
             else:
-                entmax_tile(scores, ends, n, values, listed, alpha, step_floor, index, weight, place)
+                entmax_tile(scores, ends, n, values, listed, alpha, step_floor, index, weight, out[b], s, h)

@@ -6,7 +6,7 @@ from numba import prange
 from torch import Tensor
 
 from sparsefinder.attention.call import Call, asks_gradient
-from sparsefinder.attention.cpu import add_bias, entmax_tile, load_queries, score_tile
+from sparsefinder.attention.cpu import add_bias, entmax_tile, laid_out, load_queries, score_tile
 from sparsefinder.numba_kernels import parallel_kernel
 from sparsefinder.threads import threads_for
 from sparsefinder.vector_code import LANES
@@ -22,8 +22,7 @@ def can_be_tiled(call: Call) -> bool:
 def attend_entmax(call: Call) -> Tensor:
     """`[B, H, N, Dv]`; rows without keys are zeros. For calls that `can_be_tiled`."""
     legal, dims = call.legal, call.dims
-    q, k, v = (np.ascontiguousarray(x.detach().numpy()) for x in (call.q, call.k, call.v))
-    out = torch.zeros(*call.q.shape[:3], call.v.shape[-1], dtype=call.q.dtype)
+    q, k, v, out = laid_out(call)
     scales, floor = call.scales.detach().contiguous().numpy(), q.dtype.type(torch.finfo(call.q.dtype).eps / 2)
     empty = np.zeros((1, 1, 1, 1), q.dtype)
     bias = empty if call.bias is None else np.ascontiguousarray(call.bias.detach().numpy())
@@ -37,7 +36,7 @@ def attend_entmax(call: Call) -> Tensor:
     offset = legal.query_offset if legal.causal else -1
     with threads_for(dims.batch * dims.heads * dims.queries * dims.keys * dims.dim // 8) as parts:
         attend_rows(q, k, v, out.numpy(), scales, bias, real, listed, seen, offset, float(call.alpha), floor, parts)
-    return out
+    return out.transpose(1, 2)
 
 
 @parallel_kernel
@@ -47,7 +46,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     """All rows, `ROWS` at a time. listed: real keys of each item, then some that fill up. seen: real keys before each
     key. offset: at which key the first query sits where causal, else −1."""
     biased = bias.shape[2] > 1 or bias.shape[3] > 1
-    heads, rows, keys = q.shape[1], q.shape[2], k.shape[2]
+    rows, heads, keys = q.shape[1], q.shape[2], k.shape[2]
     group, tiles = heads // k.shape[1], (rows + ROWS - 1) // ROWS
     for p in prange(parts):
         scaled, ends = np.zeros((q.shape[3], ROWS), q.dtype), np.empty(ROWS, np.int64)
@@ -59,12 +58,12 @@ def attend_rows(  # type: ignore[no-untyped-def]
             for r in range(n):
                 ends[r] = seen[b, min(keys, low + r + offset + 1) if offset >= 0 else keys]
             if ends[n - 1]:
-                load_queries(q[b, h, low : low + n], scales[h], scaled)
+                load_queries(q[b], low, n, h, scales[h], scaled)
                 score_tile(scaled, k[b, h // group], listed[b], ends, n, scores)
                 if biased:
                     add_bias(bias[b if bias.shape[0] > 1 else 0, h, low : low + n], listed[b, : ends[n - 1]], scores)
-                place = out[b, h, low : low + n]
-                entmax_tile(scores, ends, n, v[b, h // group], listed[b], alpha, step_floor, index, weight, place)
+                values = v[b, h // group]
+                entmax_tile(scores, ends, n, values, listed[b], alpha, step_floor, index, weight, out[b], low, h)
                 for r in range(n):
                     if not real[b, low + r]:
-                        place[r] = 0
+                        out[b, low + r, h, :] = 0

@@ -63,15 +63,15 @@ def project_keys(k, real, weight, bias, linear, metric, unit, low, column):  # t
 
 
 @inline_kernel
-def summarize_tile(q, real, low, high, mean):  # type: ignore[no-untyped-def]
-    """Mean of the real queries among rows `low … high − 1`; False where there is none."""
+def summarize_tile(q, h, real, low, high, mean):  # type: ignore[no-untyped-def]
+    """Mean of the real queries of a head among rows `low … high − 1` of `q [N, H, D]`; False where there is none."""
     count = 0
     mean[:] = np.float32(0)
     for i in range(low, high):
         if real[i]:
             count += 1
             for d in range(mean.shape[0]):
-                mean[d] += q[i, d]
+                mean[d] += q[i, h, d]
     if count > 0:
         for d in range(mean.shape[0]):
             mean[d] /= np.float32(count)
@@ -108,6 +108,7 @@ def score_row(summary, low, column, t, size, weight, logs, row):  # type: ignore
 @inline_kernel
 def tile_row(  # type: ignore[no-untyped-def]
     q,
+    h,
     real,
     t,
     begin,
@@ -134,7 +135,7 @@ def tile_row(  # type: ignore[no-untyped-def]
     start = begin + t * size
     low_row = max(0, (max(begin, start - before) if causal else start) - offset)
     high_row = min(q.shape[0], (start + 1 if causal else start + size) - offset)
-    if not summarize_tile(q, real, low_row, high_row, mean):
+    if not summarize_tile(q, h, real, low_row, high_row, mean):
         return 0, np.float32(np.nan)
     summary = np.empty(low.shape[0], np.float32)
     project_vector(mean, q_map, q_bias, unit, summary)
@@ -179,12 +180,12 @@ def score_tiles(  # type: ignore[no-untyped-def]
 ):
     """`out [B, H, T, M]`, −inf everywhere before: normalised scores of every tile and visible key.
 
-    span: first and last real key of each item. maps: `q_map`, `q_bias`. before: queries before a causal tile's
-    first one that its summary includes. place: at which key the first query sits, and the tile of each item and head
-    that `out` begins with; none is scored where that is negative. low, column: see `project_all`.
+    q: `[B, N, H, D]`. span: first and last real key of each item. maps: `q_map`, `q_bias`. before: queries before a
+    causal tile's first one that its summary includes. place: at which key the first query sits, and the tile of each
+    item and head that `out` begins with; none is scored where that is negative. low, column: see `project_all`.
     """
     (offset, first_tile), (first, last), (q_map, q_bias) = place, span, maps
-    heads = q.shape[1]
+    heads = q.shape[2]
     for task in prange(q.shape[0] * heads):
         b, h = task // heads, task % heads
         begin, m = first[b], max(last[b] + 1 - first[b], 0)
@@ -192,7 +193,7 @@ def score_tiles(  # type: ignore[no-untyped-def]
         for at in range(out.shape[2] if first_tile[b, h] >= 0 else 0):
             row, t = out[b, h, at, begin : begin + m], first_tile[b, h] + at
             seen, shift = tile_row(
-                q[b, h], q_real[b], t, begin, sizes[h], offset, before, causal, metric, unit, q_map[h], q_bias[h],
+                q[b], h, q_real[b], t, begin, sizes[h], offset, before, causal, metric, unit, q_map[h], q_bias[h],
                 low[b, h], column[b, h], m, weight[h], logs, mean, row,
             )  # fmt: skip
             if shift > np.float32(-np.inf):
@@ -220,7 +221,7 @@ def choose_keys(  # type: ignore[no-untyped-def]
                 b, h = batch[i], head[i]
                 begin, m = first[b], max(last[b] + 1 - first[b], 0)
                 seen, shift = tile_row(
-                    q[b, h], q_real[b], index[i], begin, sizes[h], offset, before, causal, metric, unit, q_map[h],
+                    q[b], h, q_real[b], index[i], begin, sizes[h], offset, before, causal, metric, unit, q_map[h],
                     q_bias[h], low[b, h], column[b, h], m, weight[h], logs, mean, row,
                 )  # fmt: skip
                 end = min(seen, start[i] + offset - begin) if causal else seen

@@ -103,7 +103,7 @@ def kernel_inputs(
     bad = project_all(_numpy(k.float()), _numpy(legal.key_real), span, *key_maps, *_form(tiles), low, column)
     query_maps = (_numpy(maps.q_map), _numpy(maps.q_bias))
     real, rows = _numpy(legal.query_real), np.array(sizes)
-    return (_numpy(q.float()), real, span, rows, query_maps, _numpy(weight), logs), low, column, bad
+    return (_numpy(q.float().transpose(1, 2)), real, span, rows, query_maps, _numpy(weight), logs), low, column, bad
 
 
 def _form(tiles: Tiles) -> tuple[bool, bool]:
