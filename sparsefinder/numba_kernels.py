@@ -39,11 +39,12 @@ def choose_cache_folder() -> Path | None:
 
 
 def package_state(package: Path) -> str:
-    """A name for the modules of a package as they are now: their names, sizes and times."""
+    """A name for the modules of a package that hold kernels, or helpers of them, as they are now."""
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        stat = path.stat()
-        found.update(f"{path.relative_to(package)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        source = path.read_bytes()
+        if b"numba_kernels" in source or b"vector_code" in source:
+            found.update(f"{path.relative_to(package)} {len(source)}\n".encode() + source)
     return found.hexdigest()[:16]
 
 

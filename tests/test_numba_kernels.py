@@ -1,24 +1,24 @@
 """Compiled kernels on disk: where they lie, and that no kernel outlives the code it was compiled from."""
 
-import os
 from pathlib import Path
 
 from sparsefinder.numba_kernels import choose_cache_folder, package_state
 
 
-def test_another_state_of_the_package_has_another_name(tmp_path):
+def test_another_state_of_the_kernels_has_another_name(tmp_path):
     """numba looks only at the file of a kernel, so an edited helper in another file would go unnoticed."""
     (tmp_path / "inner").mkdir()
-    helper = tmp_path / "inner" / "helper.py"
-    helper.write_text("x = 1\n")
+    helper, other = tmp_path / "inner" / "helper.py", tmp_path / "other.py"
+    helper.write_text("from sparsefinder.numba_kernels import inline_kernel\nx = 1\n")
+    other.write_text("y = 1\n")
     before = package_state(tmp_path)
-    assert before == package_state(tmp_path)
-    helper.write_text("x = 22\n")
-    assert package_state(tmp_path) != before
-    (tmp_path / "notes.txt").write_text("no module")
-    helper.write_text("x = 1\n")
-    os.utime(helper, ns=(1, 1))
-    assert package_state(tmp_path) != before
+    other.write_text("y = 2\n")
+    assert package_state(tmp_path) == before
+    helper.write_text("from sparsefinder.numba_kernels import inline_kernel\nx = 2\n")
+    changed = package_state(tmp_path)
+    assert changed != before
+    helper.rename(tmp_path / "helper.py")
+    assert package_state(tmp_path) not in (before, changed)
 
 
 def test_the_cache_folder_is_one_for_a_process_and_those_that_it_starts(tmp_path, monkeypatch):
