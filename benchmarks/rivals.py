@@ -68,8 +68,8 @@ def flex(call: LayerInput, plan: Plan, *, eager_too: bool) -> Flex | None:
     inputs: tuple[Any, ...] = expanded(call)
     mask = plan_block_mask(plan)
     torch.compiler.reset()  # every length is compiled by itself, and only a few are kept
-    compiled = functools.partial(torch.compile(flex_attention, dynamic=False), *inputs, block_mask=mask, scale=1.0)
     try:
+        compiled = functools.partial(torch.compile(flex_attention, dynamic=False), *inputs, block_mask=mask, scale=1.0)
         compiled()
     except RuntimeError:  # no compiler, or a shape that it cannot take
         eager = functools.partial(flex_attention, *inputs, block_mask=mask, scale=1.0)
