@@ -96,7 +96,12 @@ def bigbird(call: LayerInput, density: float) -> BigBird | None:
     most = (blocks - FIXED_BLOCKS) // 2 - 1  # of random blocks, as its model demands
     if tokens % BIGBIRD_BLOCK or most < 1:
         return None
-    count = min(max(1, round(density * blocks) - FIXED_BLOCKS), most)
+    # The first and last blocks read all, the second and last but one a block less than the others.
+    by_count = {
+        count: (2 * blocks + 2 * (count + FIXED_BLOCKS - 1) + (blocks - 4) * (count + FIXED_BLOCKS)) / blocks**2
+        for count in range(1, most + 1)
+    }
+    count = min(by_count, key=lambda count: abs(by_count[count] - density))
     config = BigBirdConfig(
         hidden_size=heads * dim, num_attention_heads=heads, num_random_blocks=count, block_size=BIGBIRD_BLOCK,
         max_position_embeddings=tokens,
@@ -110,6 +115,4 @@ def bigbird(call: LayerInput, density: float) -> BigBird | None:
         module.bigbird_block_sparse_attention, q * math.sqrt(dim), k, v, band, rows, columns, blocked, blocked, heads,
         count, dim, BIGBIRD_BLOCK, BIGBIRD_BLOCK, batch, tokens, tokens, None, None, None,
     )  # fmt: skip
-    # The first and last blocks read all, the second and last but one a block less than the others.
-    read = 2 * blocks + 2 * (count + FIXED_BLOCKS - 1) + (blocks - 4) * (count + FIXED_BLOCKS)
-    return BigBird(read / blocks**2, lambda: attend()[0])
+    return BigBird(by_count[count], lambda: attend()[0])
