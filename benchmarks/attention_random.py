@@ -16,6 +16,7 @@ from sparsefinder.patterns.legal import Legal, legal_from_mask, legal_full
 from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.plan import Plan, computed_pairs
 from sparsefinder.predictors import Tiles, layer_plan, random_projections, tile_means, tile_scores
+from sparsefinder.predictors.tiles import EVERY_KEY
 
 HEADS, DIM = 12, 64  # of BERT-base and ModernBERT-base
 RANK, WINDOW, GLOBALS = 8, 33, 1  # as runs are fitted
@@ -69,15 +70,17 @@ def random_lists(case: Case, rounds: int, seed: int) -> dict[str, Any]:
 def tiles_of(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B Hkv N D"], keys: int, tile_size: int, causal: bool
 ) -> Tiles:
-    """A random tile predictor whose last tiles of the first item read about so many keys beside the positional ones."""
+    """A random tile predictor whose last tiles of the first item read so many keys, in the mean, beside the
+    positional ones."""
     maps = random_projections(q.shape[1], RANK, q.shape[3], 0, "bilinear")
     end = q.shape[2] // tile_size
     begin = max(0, end - SCORED - 1)  # one more, whose queries the summary of the next one may need
     means = tile_means(q[:1, :, begin * tile_size : end * tile_size], tile_size, causal)[:, :, -SCORED:]
     which = torch.arange(end - means.shape[2], end)
     scores = tile_scores(maps, None, means, k[:1], tile_size, causal, which)
-    least = scores[0].topk(min(keys, scores.shape[-1]), -1).values[..., -1]
-    return Tiles(maps, threshold=torch.where(least.isfinite(), least, -1e30).mean(-1))
+    pooled = scores[0].flatten(1)
+    least = pooled.topk(min(keys * which.shape[0], pooled.shape[1])).values[:, -1]
+    return Tiles(maps, threshold=least.clamp(min=EVERY_KEY))
 
 
 def bidirectional(tokens: int, tile_size: int, rounds: int, seed: int) -> dict[str, Any]:
