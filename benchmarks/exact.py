@@ -14,21 +14,19 @@ ratios within a turn):
 
 import argparse
 import functools
-import itertools
 import platform
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from entmax import entmax15
-from torch import Tensor
 
+from benchmarks.paired import paired, ratio
 from benchmarks.perplexity import held_out_texts
+from benchmarks.rivals import package_entmax
 from sparsefinder.artifact import load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.attention.api import attend, attend_dense
@@ -40,9 +38,6 @@ from sparsefinder.teacher import load_teacher
 from training.progress_bar import progress
 from training.tasks.runs import write_json
 from training.versions import versions
-
-SORTED = 128  # greatest scores that the package sorts before it looks further
-BLOCK = 512  # rows of scores that it gets at once
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -89,13 +84,13 @@ def measure(call: LayerCall, ranks: Sequence[int], repeats: int) -> list[dict[st
     ways: dict[str, Callable[[], Any]] = {
         "plan": functools.partial(attend, *qkv, plan, legal=call.legal, **shared),
         "dense": dense,
-        "package": functools.partial(_package, call),
+        "package": functools.partial(package_entmax, call),
     }
     for rank in ranks:
         exact: dict[str, Any] = {"legal": call.legal, "rank": rank, **shared}
         ways[f"certify {rank}"] = functools.partial(certify, call.q, call.k, plan, **exact)
         ways[f"exact {rank}"] = functools.partial(attend_exact, *qkv, plan, **exact)
-    times = _times(ways, repeats)
+    times, _ = paired(ways, repeats)
     legal_pairs = call.q.shape[1] * sum(call.legal.count(b) for b in range(call.q.shape[0]))
     rows = []
     for rank in ranks:
@@ -109,38 +104,10 @@ def measure(call: LayerCall, ranks: Sequence[int], repeats: int) -> list[dict[st
         row |= {"added_per_row": repair.added / repair.rows, "error": float((output - dense()).abs().max())}
         row |= {"plan_error": float((ways["plan"]() - dense()).abs().max())}
         row |= {"ms": {name: statistics.median(found) for name, found in taken.items()}}
-        row["dense_to_exact"] = _ratio(taken["dense"], taken["exact"])
-        row["package_to_exact"] = _ratio(taken["package"], taken["exact"])
+        row["dense_to_exact"] = ratio(taken["dense"], taken["exact"])
+        row["package_to_exact"] = ratio(taken["package"], taken["exact"])
         rows.append(row)
     return rows
-
-
-def _times(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of every way in every turn; a turn before them warms up and compiles."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn, (name, way) in itertools.product(range(repeats + 1), ways.items()):
-        started = time.perf_counter()
-        way()
-        if turn:
-            times[name].append(1000 * (time.perf_counter() - started))
-    return times
-
-
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
-def _package(call: LayerCall) -> Tensor:
-    """Causal attention with the entmax of its authors; later keys are neither computed nor sorted."""
-    group = call.q.shape[1] // call.k.shape[1]
-    out = torch.empty(*call.q.shape[:3], call.v.shape[-1])
-    for h, low in itertools.product(range(call.q.shape[1]), range(0, call.q.shape[2], BLOCK)):
-        rows = slice(low, min(low + BLOCK, call.q.shape[2]))
-        k, v = call.k[0, h // group, : rows.stop], call.v[0, h // group, : rows.stop]
-        scores = (call.q[0, h, rows] * call.scale[h]) @ k.T
-        later = torch.arange(rows.stop) > torch.arange(rows.start, rows.stop)[:, None]
-        out[0, h, rows] = entmax15(scores.masked_fill_(later, -torch.inf), -1, min(SORTED, rows.stop)) @ v
-    return out
 
 
 def _calls(options: argparse.Namespace) -> Iterator[LayerCall]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.speed_page import speed
 from benchmarks.write_findings import summary as findings
 from sparsefinder.artifact import load
 from sparsefinder.shipped import default_artifact
@@ -119,6 +120,8 @@ protocol and pictures are in [findings](findings.md). Last: recall that loss and
 threshold, at each sparsity. The paper's translation and GLUE comparisons are not covered here.
 
 {findings(sweep)}
+
+{speed(ROOT / "docs" / "figures")}
 """
 
 
