@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -72,7 +72,7 @@ def plan_block_mask(plan: Plan, block: int = BLOCK) -> BlockMask:
     return BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=block, mask_mod=may_attend, seq_lengths=(queries, keys))
 
 
-def _lookup(plan: Plan) -> tuple[Int[Tensor, "T_and_1 M"], Int[Tensor, "B H N"], Int[Tensor, "B H N"]]:
+def _lookup(plan: Plan) -> tuple[UInt8[Tensor, "T_and_1 M"], Int[Tensor, "B H N"], Int[Tensor, "B H N"]]:
     """The first row of every tile that may read a key (`NEVER`: none), and the tile and place in it of every query.
     Queries without a tile belong to a last one that reads nothing."""
     batch, heads, queries, keys = plan.shape
