@@ -69,12 +69,18 @@ def flex(call: LayerInput, plan: Plan, *, eager_too: bool) -> Flex | None:
     mask = plan_block_mask(plan)
     torch.compiler.reset()  # every length is compiled by itself, and only a few are kept
     try:
-        compiled = functools.partial(torch.compile(flex_attention, dynamic=False), *inputs, block_mask=mask, scale=1.0)
+        compiled = functools.partial(compiled_flex(), *inputs, block_mask=mask, scale=1.0)
         compiled()
     except RuntimeError:  # no compiler, or a shape that it cannot take
         eager = functools.partial(flex_attention, *inputs, block_mask=mask, scale=1.0)
         return Flex("eager", eager) if eager_too else None
     return Flex("compiled", compiled)
+
+
+def compiled_flex() -> Callable[..., Any]:
+    """FlexAttention as it is meant to be called; it is compiled at its first call."""
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    return compiled
 
 
 @dataclass(frozen=True)
