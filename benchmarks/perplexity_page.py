@@ -113,8 +113,16 @@ def _cell(rows: Sequence[Row], name: str, aim: float) -> str:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Perplexity relative to dense by computed density, one panel for each length and kind."""
     keys = groups(rows)
-    figure, axes = plt.subplots(1, len(keys), figsize=(4.2 * len(keys), 4.2), sharey=True, squeeze=False)
-    for axis, (kind, tokens) in zip(axes[0], keys, strict=True):
+    kinds = list(dict.fromkeys(kind for kind, _ in keys))
+    wide = max(sum(kind == own for kind, _ in keys) for own in kinds)
+    size = (4.2 * wide, 4.2 * len(kinds))
+    figure, axes = plt.subplots(len(kinds), wide, figsize=size, sharey=True, squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for kind, tokens in keys:
+        at = kinds.index(kind)
+        axis = axes[at][[length for own, length in keys if own == kind].index(tokens)]
+        axis.set_axis_on()
         own = [row for row in of_group(rows, kind, tokens) if row["aim"] is not None]
         for name in dict.fromkeys(row["row"] for row in own):
             points = sorted((row["density"], row["to_dense"]) for row in own if row["row"] == name)
@@ -122,10 +130,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axis.plot(*np.array(points).T, style, marker="o", ms=4, lw=2 if style == "-" else 1.2, label=name)
         axis.axhline(1.02, color="grey", lw=0.8, ls=":")
         axis.set(title=f"{kind}, {tokens} tokens", xlabel="computed density", yscale="log", ylim=(0.98, 2.5))
-        axis.set_yticks([1, 1.02, 1.05, 1.1, 1.2, 1.5, 2], ["1", "1.02", "1.05", "1.1", "1.2", "1.5", "2"])
+        axis.set_yticks([1, 1.05, 1.1, 1.2, 1.5, 2], ["1", "1.05", "1.1", "1.2", "1.5", "2"])
         axis.minorticks_off()
-    axes[0][0].set_ylabel("perplexity / dense perplexity")
-    axes[0][-1].legend(fontsize=7)
+        if axis in axes[:, 0]:
+            axis.set_ylabel("perplexity / dense perplexity")
+            axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
