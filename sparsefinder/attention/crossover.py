@@ -26,10 +26,10 @@ class Setting:
     heads: int
     kv_heads: int
     head_dim: int
-    alpha: float
+    alpha: int | float
     causal: bool
     predictor: str
-    tile_rows: float
+    tile_rows: int | float
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Times:
     """
 
     tokens: int
-    dense: float
-    predict: float
+    dense: int | float
+    predict: int | float
     density: tuple[float, ...]
     attend: tuple[float, ...]
 
@@ -62,29 +62,29 @@ class Size:
     tokens: their length in a table, which may be one of texts that are causal where these are not, or the reverse.
     """
 
-    items: float
-    tokens: float
+    items: int | float
+    tokens: int | float
     pairs: int
-    length: float
+    length: int | float
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Seconds of one call, see `Times`."""
 
-    dense: float
-    predict: float
-    attend: float
+    dense: int | float
+    predict: int | float
+    attend: int | float
 
 
 @dataclass(frozen=True)
 class ExpectedDensity:
     """The computed density that plans of a layer had on texts of `tokens` tokens."""
 
-    share: float
+    share: int | float
     tokens: int
 
-    def at(self, tokens: float) -> float:
+    def at(self, tokens: int | float) -> float:
         """At another length: what is chosen per row is about as many keys there, so the share goes with 1 / length."""
         return min(1.0, self.share * self.tokens / max(tokens, 1.0))
 
@@ -114,19 +114,19 @@ def density_of(plan: Plan, size: Size) -> float:
     return computed / max(size.pairs * plan.shape[1], 1)
 
 
-def worth_predicting(crossover: Crossover, size: Size, expected: float) -> bool:
+def worth_predicting(crossover: Crossover, size: Size, expected: int | float) -> bool:
     """Before: are prediction, plan and attention of the expected density faster than the dense path?"""
     seconds = estimate(crossover, size, expected)
     return seconds.predict + seconds.attend < seconds.dense
 
 
-def worth_attending(crossover: Crossover, size: Size, density: float) -> bool:
+def worth_attending(crossover: Crossover, size: Size, density: int | float) -> bool:
     """After: is attention over a plan of this density faster than the dense path?"""
     seconds = estimate(crossover, size, density)
     return seconds.attend < seconds.dense
 
 
-def estimate(crossover: Crossover, size: Size, density: float) -> Estimate:
+def estimate(crossover: Crossover, size: Size, density: int | float) -> Estimate:
     """Seconds of a call. Between measured sizes powers of the size, below the least the least's, above the largest as
     if all grew with the pairs; between measured densities straight lines, so that more is never faster."""
     rows = crossover.rows
@@ -138,14 +138,14 @@ def estimate(crossover: Crossover, size: Size, density: float) -> Estimate:
 Seconds = tuple[float, float, float]  # dense, predict, attend
 
 
-def _along(times: tuple[Times, ...], tokens: float, density: float) -> Seconds:
+def _along(times: tuple[Times, ...], tokens: int | float, density: int | float) -> Seconds:
     low, high, weight, factor = _place([t.tokens for t in times], tokens)
     ends: list[Seconds] = [(t.dense, t.predict, _attend(t, density)) for t in (times[low], times[high])]
     dense, predict, attend = _mixed(weight, *ends)
     return dense * factor**2, predict * factor**2, attend * factor**2
 
 
-def _attend(times: Times, density: float) -> float:
+def _attend(times: Times, density: int | float) -> float:
     x, y = times.density, times.attend
     if density <= x[0] or len(x) == 1:
         return y[0]
@@ -153,7 +153,7 @@ def _attend(times: Times, density: float) -> float:
     return y[i - 1] + (y[i] - y[i - 1]) * (density - x[i - 1]) / (x[i] - x[i - 1])
 
 
-def _place(known: list[int], at: float) -> tuple[int, int, float, float]:
+def _place(known: list[int], at: int | float) -> tuple[int, int, float, float]:
     """The neighbours of `at` among rising numbers, its weight between them on a logarithmic axis, and how many times
     the last one it is where that is above 1."""
     if at <= known[0]:
@@ -164,7 +164,7 @@ def _place(known: list[int], at: float) -> tuple[int, int, float, float]:
     return high - 1, high, math.log(at / known[high - 1]) / math.log(known[high] / known[high - 1]), 1.0
 
 
-def _mixed(weight: float, low: Seconds, high: Seconds) -> Seconds:
+def _mixed(weight: int | float, low: Seconds, high: Seconds) -> Seconds:
     dense, predict, attend = (a ** (1 - weight) * b**weight for a, b in zip(low, high, strict=True))
     return dense, predict, attend
 

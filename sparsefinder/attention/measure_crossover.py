@@ -40,8 +40,8 @@ _LOG = logging.getLogger("sparsefinder.crossover")
 
 
 def make_setting(
-    *, device: torch.device | str, heads: int, kv_heads: int, head_dim: int, alpha: float, causal: bool,
-    predictor: str, rows: float,
+    *, device: torch.device | str, heads: int, kv_heads: int, head_dim: int, alpha: int | float, causal: bool,
+    predictor: str, rows: int | float,
 ) -> Setting:  # fmt: skip
     """The setting of this process on this machine; `rows` of a tile on average, the others as in `Setting`."""
     packages = {"sparsefinder": sparsefinder.__version__, "torch": torch.__version__, "numba": _version("numba")}
