@@ -29,13 +29,11 @@ import torch
 
 from benchmarks.attention_page import line_of
 from benchmarks.attention_random import bidirectional, random_rows
-from benchmarks.attention_real import Rivals, Subject, calibrated, calls_of, points_of, real_rows
+from benchmarks.attention_real import Rivals, calibrated, calls_of, points_of, real_rows
 from benchmarks.attention_scaling import scaling_rows
 from benchmarks.paired import hardware
-from benchmarks.perplexity import held_out_texts
+from benchmarks.perplexity import attention_name, held_out_texts, open_subject
 from sparsefinder.artifact import load
-from sparsefinder.attaching import attach_artifact
-from sparsefinder.teacher import load_teacher
 from sparsefinder.threads import limit_threads
 from training.progress_bar import progress
 from training.tasks.runs import OnProgress, write_json
@@ -98,16 +96,14 @@ def _scaling(options: argparse.Namespace, on_progress: OnProgress) -> Iterator[R
 def _real(options: argparse.Namespace, on_progress: OnProgress) -> Iterator[Row]:
     rivals = Rivals(options.package, options.layers[0], min(options.tokens))
     for folder in options.data:
-        artifact = load(folder / "artifact")
-        teacher = load_teacher(artifact.card.teacher)
-        subject = Subject(folder, artifact, teacher, attach_artifact(teacher, artifact))
-        name = subject.name
+        subject = open_subject(folder, load(folder / "artifact"))
+        name = attention_name(subject.artifact)
         if options.crossover == "measured":
             subject.attached.load_crossover()
         points = points_of(subject, options.layers, lambda done, n, name=name: on_progress(f"points, {name}", done, n))  # type: ignore[misc]
         served = {mass: calibrated(subject, options.layers, points, mass) for mass in options.masses}
         for tokens in options.tokens:
-            (text,) = held_out_texts(teacher, options.text, tokens, 1, options.seed)
+            (text,) = held_out_texts(subject.teacher, options.text, tokens, 1, options.seed)
             for done, call in enumerate(calls_of(subject, options.layers, text), 1):
                 yield from real_rows(subject, call, served, rivals, options.rounds)
                 on_progress(f"{name}, {tokens} tokens", done, len(options.layers))

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,41 +12,25 @@ from torch import Tensor
 
 from benchmarks.attention_random import density
 from benchmarks.paired import paired, shares
+from benchmarks.perplexity import Subject, attention_name
 from benchmarks.rivals import bigbird, flex, fused_softmax, package_entmax
-from sparsefinder.artifact import Artifact
 from sparsefinder.attention.api import attend, attend_dense
 from sparsefinder.attention.crossover import ExpectedDensity
 from sparsefinder.entmax import entmax
-from sparsefinder.hf import Attached, LayerCall, LayerInput
+from sparsefinder.hf import LayerCall, LayerInput
 from sparsefinder.hf_modes import compute
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
-from sparsefinder.teacher import Teacher
 from training.calibrate import choose, thresholds_at, with_thresholds
 from training.config import Target
 from training.extract import read_layer, read_manifest
-from training.fit import calibration_items, positional_of
+from training.fit import calibration_items
 from training.points import Points, cuttable, layer_points
 from training.threads import single_thread
 
 SAMPLED = 256  # rows of a text whose attention mass is measured
 COMMON = ("sdpa", "dense", "dense entmax", "package")  # ways that no plan changes
 OnStep = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """A run whose artifact is measured: the model with its attention, in place."""
-
-    folder: Path
-    artifact: Artifact
-    teacher: Teacher
-    attached: Attached
-
-    @property
-    def name(self) -> str:
-        """softmax, or entmax with its α."""
-        return "softmax" if self.artifact.card.alpha == 1 else f"{self.artifact.card.alpha}-entmax"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +49,7 @@ def points_of(subject: Subject, layers: Sequence[int], on_step: OnStep) -> list[
         for layer in layers:
             predictor, data = cuttable(subject.artifact.layers[layer]), read_layer(heldout, layer, manifest)
             items = calibration_items(manifest["instances"])
-            found.append(layer_points(predictor, data, items, positional_of(card), card.tile_size))
+            found.append(layer_points(predictor, data, items, subject.positional, card.tile_size))
             on_step(len(found), len(layers))
     return found
 
@@ -132,7 +115,7 @@ def real_rows(
         parts = shares(lambda cut=cut: _attend(call, _plan(subject, cut, call)), rounds)  # type: ignore[misc]
         own = {name.removesuffix(f" {mass}"): found for name, found in times.items() if name.endswith(f" {mass}")}
         common = {name: found for name, found in times.items() if name in COMMON}
-        row = {"attention": subject.name, "tokens": tokens, "layer": call.layer, "mass": mass}
+        row = {"attention": attention_name(subject.artifact), "tokens": tokens, "layer": call.layer, "mass": mass}
         yield row | facts[mass] | {"ms": common | own, "shares": parts}
 
 
@@ -154,7 +137,7 @@ def _dense_ways(call: LayerInput, rivals: Rivals) -> dict[str, Callable[[], obje
 def _plan(subject: Subject, served: Served, call: LayerInput) -> Plan:
     card = subject.artifact.card
     predictor = served.predictors[call.layer]
-    return layer_plan(predictor, call.q, call.k, call.legal, positional_of(card), card.tile_size, call.layer)
+    return layer_plan(predictor, call.q, call.k, call.legal, subject.positional, card.tile_size, call.layer)
 
 
 def _attend(call: LayerInput, plan: Plan) -> Tensor:

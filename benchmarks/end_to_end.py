@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from benchmarks.attention_real import Subject, calibrated, points_of
+from benchmarks.attention_real import calibrated, points_of
 from benchmarks.paired import hardware, paired, shares
-from benchmarks.perplexity import held_out_texts
+from benchmarks.perplexity import Subject, attention_name, held_out_texts, open_subject
 from sparsefinder.artifact import load
-from sparsefinder.attaching import attach_artifact
 from sparsefinder.hf import Attached, LayerCall, Mode
 from sparsefinder.plan import computed_pairs
 from sparsefinder.shipped import default_artifact
@@ -166,20 +165,19 @@ def _ways(original: Teacher, subjects: Sequence[Subject]) -> list[Way]:
         modes = (
             ("dense", "sparse", "auto") if subject.artifact.card.alpha == 1 else ("dense", "sparse", "exact", "auto")
         )
-        ways += [Way(subject.name, mode, subject.teacher, subject.attached) for mode in modes]
+        ways += [Way(attention_name(subject.artifact), mode, subject.teacher, subject.attached) for mode in modes]
     return ways
 
 
 def _subject(folder: Path, options: argparse.Namespace, on_progress: OnProgress) -> Subject:
     """The artifact of a run, or one by itself; cut for --mass where a run's held-out text is there to choose on."""
     artifact = load(folder / "artifact" if (folder / "artifact").is_dir() else folder)
-    teacher = load_teacher(artifact.card.teacher)
-    subject = Subject(folder, artifact, teacher, attach_artifact(teacher, artifact))
+    subject = open_subject(folder, artifact)
     if options.crossover == "measured":
         subject.attached.load_crossover()
     if options.mass and folder in options.data:
         layers = [layer for layer, predictor in enumerate(artifact.layers) if predictor is not None]
-        points = points_of(subject, layers, lambda done, n: on_progress(f"points, {subject.name}", done, n))
+        points = points_of(subject, layers, lambda done, n: on_progress(f"points, {attention_name(artifact)}", done, n))
         cut = calibrated(subject, layers, points, options.mass)
         subject.attached.predictors = tuple(map(cut.predictors.get, range(len(artifact.layers))))
         subject.attached.expected = tuple(map(cut.expected.get, range(len(artifact.layers))))

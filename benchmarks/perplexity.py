@@ -80,16 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"about": _about(options, artifacts.values()), "rows": []}
     with progress() as on_progress:
-        opened = functools.cache(_subject)
+        opened = functools.cache(open_subject)
         tables = list(itertools.product(options.tokens, artifacts.items()))
         for tokens, (folder, artifact) in tables[:: -1 if options.last_first else 1]:
-            print(f"\n{_name(artifact)}, {tokens} tokens, {len(texts[tokens])} texts")
+            print(f"\n{attention_name(artifact)}, {tokens} tokens, {len(texts[tokens])} texts")
             print(f"{'':26} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
             rivals = _rivals(options, opened, folder, artifact, texts[tokens], on_progress)
             dense, *others = _rows_of(rivals, options.runs, on_progress)
             own = _predicted(options, opened, folder, artifact, texts[tokens], dense["perplexity"], on_progress)
             rows = [dense, *_rows_of(own, options.runs, on_progress), *others]
-            result["rows"] += [row | {"tokens": tokens, "attention": _name(artifact)} for row in rows]
+            result["rows"] += [row | {"tokens": tokens, "attention": attention_name(artifact)} for row in rows]
             if options.json:
                 write_json(options.json, result)
     if options.json:
@@ -126,7 +126,7 @@ def _rivals(
         routing = _routing(subject, on_progress) if baselines else None
         return {"rows": _shown(_rival_rows(subject, texts, options.aims, routing), count, on_step)}
 
-    return Study(f"rivals-{_name(artifact)}-{len(texts[0])}", settings, make)
+    return Study(f"rivals-{attention_name(artifact)}-{len(texts[0])}", settings, make)
 
 
 def _predicted(
@@ -148,7 +148,7 @@ def _predicted(
         made = predicted(artifact.layers, points, seen, subject.positional, artifact.card.tile_size, options.aims)
         return {"rows": _shown((_compared(subject, row, texts, dense) for row in made), len(options.aims), on_step)}
 
-    return Study(f"predicted-{_name(artifact)}-{len(texts[0])}", settings, make)
+    return Study(f"predicted-{attention_name(artifact)}-{len(texts[0])}", settings, make)
 
 
 def _shown(rows: Iterable[dict[str, Any]], count: int, on_step: Callable[[int, int], None]) -> list[dict[str, Any]]:
@@ -167,12 +167,13 @@ def _show(row: dict[str, Any]) -> None:
     print(f"{row['row']:26} {aim:>6} {numbers}", flush=True)
 
 
-def _name(artifact: Artifact) -> str:
+def attention_name(artifact: Artifact) -> str:
     """softmax, or entmax with its α."""
     return "softmax" if artifact.card.alpha == 1 else f"{artifact.card.alpha}-entmax"
 
 
-def _subject(folder: Path, artifact: Artifact) -> Subject:
+def open_subject(folder: Path, artifact: Artifact) -> Subject:
+    """The artifact's teacher, loaded anew, with the artifact's attention."""
     teacher = load_teacher(artifact.card.teacher)
     return Subject(folder, artifact, teacher, attach_artifact(teacher, artifact), positional_of(artifact.card))
 
@@ -290,7 +291,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _about(options: argparse.Namespace, artifacts: Iterable[Artifact]) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks.perplexity", *sys.argv[1:]]),
-        "artifacts": {_name(artifact): artifact.card.version for artifact in artifacts},
+        "artifacts": {attention_name(artifact): artifact.card.version for artifact in artifacts},
         "text": ", ".join(path.name for path in options.text) or "held-out default",
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": versions("torch", "transformers", "numba"),

@@ -9,14 +9,15 @@ when keys are added, so every key that has weight in the end exceeds τ_S now, a
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from sparsefinder.attention.call import Call, asks_gradient, checked, without_padding
+from sparsefinder.attention.call import Call, asks_gradient, check_plan, checked, without_padding
+from sparsefinder.attention.cpu import bias_and_floor
 from sparsefinder.certificate_kernels import prove_tiles
-from sparsefinder.errors import AlphaError, BackendError, PatternError, ShapeError
+from sparsefinder.errors import AlphaError, BackendError, PatternError
+from sparsefinder.numba_kernels import kernel_array
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 from sparsefinder.score_bound import cheapest_rank, dropped_bound
@@ -131,11 +132,9 @@ def _checked(
     bias: Tensor | None,
 ) -> Call:
     call = checked(q, k, v, legal, alpha, scale, bias)
-    expected = (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys)
     if call.alpha == 1:
         raise AlphaError("alpha: expected more than 1, got 1 (softmax: every key has weight, so no plan is exact)")
-    if plan.shape != expected:
-        raise ShapeError(f"plan: expected shape {expected}, got {plan.shape}")
+    check_plan(call, plan)
     if legal.radius is not None:
         raise PatternError(f"legal: expected a layer without a sliding window, got one of radius {legal.radius}")
     if q.device.type != "cpu" or plan.keys.device.type != "cpu":
@@ -156,26 +155,21 @@ def _run(
     q, k, v = without_padding(call)
     seen = torch.nn.functional.pad(call.legal.key_real.long().cumsum(-1), (1, 0))
     longest, highest = int(plan.offsets.diff().max()), int(plan.tile_rows.max())
-    bias = q.new_zeros(1, 1, 1, 1) if call.bias is None else call.bias
+    bias, floor = bias_and_floor(call)
     writes = q.new_zeros(*q.shape[:3], 0) if out is None else out
-    floor = _array(q).dtype.type(torch.finfo(q.dtype).eps / 2)
     work = call.dims.heads * sum(call.legal.count(b) for b in range(call.dims.batch)) * (bound.rank + 8) // 8
     with threads_for(work) as parts:
         prove_tiles(
-            (_array(q * call.scales[:, None, None]), _array(k), _array(v)),
-            _array(bias),
-            _array(writes),
-            tuple(_array(x) for x in (bound.query, bound.rest, bound.start, bound.key)),
-            _array(seen),
-            tuple(_array(x) for x in (plan.tile_batch, plan.tile_head, plan.tile_start, plan.tile_rows)),
-            tuple(_array(x) for x in (plan.offsets, plan.keys, plan.first_row)),
+            (kernel_array(q * call.scales[:, None, None]), kernel_array(k), kernel_array(v)),
+            bias,
+            kernel_array(writes),
+            tuple(kernel_array(x) for x in (bound.query, bound.rest, bound.start, bound.key)),
+            kernel_array(seen),
+            tuple(kernel_array(x) for x in (plan.tile_batch, plan.tile_head, plan.tile_start, plan.tile_rows)),
+            tuple(kernel_array(x) for x in (plan.offsets, plan.keys, plan.first_row)),
             (longest, highest, parts, call.legal.query_offset if call.legal.causal else -1),
             call.alpha,
             floor,
             tuple(x.numpy() for x in found),
         )
     return found[0], found[1]
-
-
-def _array(x: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(x.detach().numpy())  # one layout, so that numba compiles once

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 
 def _writable(folder: Path) -> bool:
     try:
@@ -62,11 +65,22 @@ FASTMATH = {"reassoc", "nsz", "contract", "arcp"}
 _PARALLEL = threading.Lock()
 
 
+def kernel_array(x: Tensor) -> np.ndarray:
+    """A tensor as kernels read it: on the CPU and contiguous, since numba compiles once more for any other layout."""
+    return np.ascontiguousarray(x.detach().cpu().numpy())
+
+
+def _compiled(function: Callable[..., Any], **flags: Any) -> Callable[..., Any]:
+    # Unwrapped, because shape-checked tests wrap every function and numba must see the plain one.
+    made: Callable[..., Any] = numba.njit(cache=_CACHE_FOLDER is not None, nogil=True, **flags)(
+        inspect.unwrap(function)
+    )
+    return made
+
+
 def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` with numba, parallel over its `prange` loops, cached on disk and called under one lock."""
-    # Unwrapped, because shape-checked tests wrap every function and numba must see the plain one.
-    plain = inspect.unwrap(function)
-    compiled = numba.njit(parallel=True, fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
+    compiled = _compiled(function, parallel=True, fastmath=FASTMATH)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -78,22 +92,14 @@ def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def inline_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a helper that parallel kernels call (no lock, no threads of its own)."""
-    plain = inspect.unwrap(function)
-    compiled: Callable[..., Any] = numba.njit(fastmath=FASTMATH, cache=_CACHE_FOLDER is not None, nogil=True)(plain)
-    return compiled
+    return _compiled(function, fastmath=FASTMATH)
 
 
 def quick_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a helper whose numbers are never NaN, or whose answer is not used where they are."""
-    plain = inspect.unwrap(function)
-    compiled: Callable[..., Any] = numba.njit(
-        fastmath=FASTMATH | {"nnan"}, cache=_CACHE_FOLDER is not None, nogil=True
-    )(plain)
-    return compiled
+    return _compiled(function, fastmath=FASTMATH | {"nnan"})
 
 
 def exact_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile without fast arithmetic: results are bit for bit those of the same operations in torch."""
-    plain = inspect.unwrap(function)
-    compiled: Callable[..., Any] = numba.njit(cache=_CACHE_FOLDER is not None, nogil=True)(plain)
-    return compiled
+    return _compiled(function)

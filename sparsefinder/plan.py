@@ -13,12 +13,13 @@ from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from sparsefinder.errors import NonFiniteError, PatternError, ShapeError
+from sparsefinder.numba_kernels import kernel_array
 from sparsefinder.patterns.algebra import Context, Pattern, context_for, materialize, union_leaves
 from sparsefinder.patterns.content import BucketsMeet, pack_bits
 from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.patterns.positional import GlobalTokens, Nothing, Window
 from sparsefinder.plan_kernels import count_marks, list_marks, mark_buckets, mark_matrix, mark_positions, mark_scores
-from sparsefinder.query_tiles import QueryTiles, global_counts, only_positional, query_tiles
+from sparsefinder.query_tiles import QueryTiles, global_counts, only_positional, query_tiles, window_radius
 from sparsefinder.shapes import head_tiles
 from sparsefinder.threads import threads_for
 
@@ -139,7 +140,7 @@ def plan_from_tile_scores(
     tiles = query_tiles(legal, sizes, global_counts(extra, legal))
     marks = np.zeros((tiles.start.shape[0], keys), np.uint8)
     counts, least = rule_limits(rule, tiles, legal, heads)
-    numbers, real, offset = _contiguous(scores.float()), _contiguous(legal.key_real), legal.query_offset
+    numbers, real, offset = kernel_array(scores.float()), kernel_array(legal.key_real), legal.query_offset
     place = (tiles.batch, tiles.head, tiles.start, tiles.index, tiles.alone)
     with threads_for(marks.size * 8):
         _mark(marks, tiles, extra, legal, context_for(legal, ctx))
@@ -193,21 +194,14 @@ def _heads_of(pattern: Pattern) -> int | None:
     return found.pop() if found else None
 
 
-def _contiguous(x: Tensor) -> np.ndarray:
-    """On the CPU and contiguous: numba would compile once more for every other layout."""
-    return np.ascontiguousarray(x.detach().cpu().numpy())
-
-
 def _mark(marks: np.ndarray, tiles: QueryTiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:
-    real, offset, causal = _contiguous(legal.key_real), legal.query_offset, legal.causal
-    first, radius, others = first_real(legal).cpu().numpy(), -1 if legal.cross else 0, []
+    real, offset, causal = kernel_array(legal.key_real), legal.query_offset, legal.causal
+    first, radius, others = first_real(legal).cpu().numpy(), window_radius(pattern, legal), []
     for leaf in union_leaves(pattern):
-        if isinstance(leaf, Window):
-            radius = max(radius, leaf.radius)
-        elif isinstance(leaf, BucketsMeet):
-            words = _contiguous(pack_bits(leaf.query_bits)), _contiguous(pack_bits(leaf.key_bits))
+        if isinstance(leaf, BucketsMeet):
+            words = kernel_array(pack_bits(leaf.query_bits)), kernel_array(pack_bits(leaf.key_bits))
             mark_buckets(marks, tiles.batch, tiles.head, tiles.start, tiles.rows, *words, real, offset, causal)
-        elif not isinstance(leaf, Nothing | GlobalTokens):
+        elif not isinstance(leaf, Nothing | GlobalTokens | Window):
             others.append(leaf)
     place = (tiles.batch, tiles.start, tiles.rows, tiles.alone)
     mark_positions(marks, *place, real, first, global_counts(pattern, legal), radius, offset, causal)
@@ -220,7 +214,7 @@ def _mark_any(marks: np.ndarray, tiles: QueryTiles, pattern: Pattern, legal: Leg
     begin = [0, *(np.flatnonzero(np.diff(tiles.batch) | np.diff(tiles.head)) + 1).tolist(), tiles.batch.shape[0]]
     for low, high in pairwise(begin):
         matrix = materialize(pattern, legal, int(tiles.batch[low]), int(tiles.head[low]), ctx)
-        mark_matrix(marks[low:high], tiles.start[low:high], tiles.rows[low:high], _contiguous(matrix), legal.causal)
+        mark_matrix(marks[low:high], tiles.start[low:high], tiles.rows[low:high], kernel_array(matrix), legal.causal)
 
 
 def rule_limits(rule: Rule, tiles: QueryTiles, legal: Legal, heads: int) -> tuple[np.ndarray, np.ndarray]:

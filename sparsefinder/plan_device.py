@@ -15,11 +15,10 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from sparsefinder.errors import PatternError
-from sparsefinder.patterns.algebra import Pattern, union_leaves
+from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import Legal, first_real, legal_to
-from sparsefinder.patterns.positional import Window
 from sparsefinder.plan import Plan, Rule, rule_limits
-from sparsefinder.query_tiles import QueryTiles, global_counts, only_positional, query_tiles
+from sparsefinder.query_tiles import QueryTiles, global_counts, only_positional, query_tiles, window_radius
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,7 @@ def place_tiles(legal: Legal, sizes: tuple[int, ...], extra: Pattern) -> PlacedT
     host, device = legal_to(legal, "cpu"), legal.key_real.device
     counts = global_counts(extra, host)
     tiles = query_tiles(host, sizes, counts)
-    radius = max([-1 if legal.cross else 0, *(x.radius for x in union_leaves(extra) if isinstance(x, Window))])
+    radius = window_radius(extra, legal)
     spans = tiles.rows + 2 * max(radius, 0) + counts[tiles.batch]
     spans = np.minimum(np.where(tiles.alone, host.key_real.shape[1], spans), host.key_real.shape[1])
 

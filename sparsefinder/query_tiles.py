@@ -64,3 +64,9 @@ def _runs(rows: np.ndarray, position: np.ndarray, is_global: np.ndarray, size: i
 def only_positional(pattern: Pattern) -> bool:
     """Is it made of windows and global tokens only, which needs no matrix?"""
     return all(isinstance(leaf, Window | GlobalTokens | Nothing) for leaf in union_leaves(pattern))
+
+
+def window_radius(pattern: Pattern, legal: Legal) -> int:
+    """How far windows reach: 0 is a query's own key, which it always reads; −1 not even that (cross-attention)."""
+    radii = [leaf.radius for leaf in union_leaves(pattern) if isinstance(leaf, Window)]
+    return max([-1 if legal.cross else 0, *radii])

@@ -6,7 +6,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from sparsefinder.attention.call import Call, asks_gradient, checked, in_single
+from sparsefinder.attention.call import Call, asks_gradient, check_plan, checked, in_single
 from sparsefinder.attention.cpu import attend_cpu
 from sparsefinder.attention.dense import attend_all
 from sparsefinder.attention.dense_cpu import attend_entmax, can_be_tiled
@@ -64,9 +64,7 @@ def attend(
         NonFiniteError: NaN or infinity in a real token of q, k or v.
     """
     call = checked(q, k, v, legal, alpha, scale, bias, keep_half=True)
-    if plan.shape != (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys):
-        expected = (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys)
-        raise ShapeError(f"plan: expected shape {expected}, got {plan.shape}")
+    check_plan(call, plan)
     if plan.keys.device != q.device:
         raise ShapeError(f"plan: expected a plan on {q.device} like q, got {plan.keys.device}")
     chosen = _choose(backend, call)

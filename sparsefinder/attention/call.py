@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsefinder.errors import ShapeError
 from sparsefinder.patterns.legal import Legal
+from sparsefinder.plan import Plan
 from sparsefinder.shapes import Dims, check_alpha, check_bias, check_finite, check_qkv, check_real, head_scales
 
 
@@ -66,6 +67,19 @@ def without_padding(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     tokens = ((call.q, call.legal.query_real), (call.k, call.legal.key_real), (call.v, call.legal.key_real))
     q, k, v = (x if bool(real.all()) else x.masked_fill(~real[:, None, :, None], 0.0) for x, real in tokens)
     return q, k, v
+
+
+def check_plan(call: Call, plan: Plan) -> None:
+    """ShapeError unless the plan was made for calls of this size."""
+    expected = (call.dims.batch, call.dims.heads, call.dims.queries, call.dims.keys)
+    if plan.shape != expected:
+        raise ShapeError(f"plan: expected shape {expected}, got {plan.shape}")
+
+
+def stretch(real: Tensor) -> slice:
+    """From the first real token of an item to its last."""
+    at = real.nonzero()
+    return slice(int(at[0]), int(at[-1]) + 1) if at.shape[0] else slice(0, 0)
 
 
 def asks_gradient(call: Call) -> bool:

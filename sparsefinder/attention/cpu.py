@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsefinder.attention.call import Call
 from sparsefinder.attention.cpu_blocks import MIX_ROWS, MIX_VECTORS, mix_block, score_block
-from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
+from sparsefinder.numba_kernels import inline_kernel, kernel_array, parallel_kernel
 from sparsefinder.plan import Plan
 from sparsefinder.rows import climb, highest
 from sparsefinder.threads import threads_for
@@ -33,11 +33,7 @@ def attend_cpu(call: Call, plan: Plan) -> Tensor:
     tiles = [x.numpy() for x in (plan.tile_batch, plan.tile_head, plan.tile_start, plan.tile_rows)]
     lists = [x.numpy() for x in (plan.offsets, plan.keys, plan.first_row)]
     width, height = int(lengths.max()), int(plan.tile_rows.max())
-    scales, floor = call.scales.detach().contiguous().numpy(), q.dtype.type(torch.finfo(call.q.dtype).eps / 2)
-    if call.bias is None:
-        bias = np.zeros((1, 1, 1, 1), q.dtype)
-    else:
-        bias = np.ascontiguousarray(call.bias.detach().numpy())
+    scales, (bias, floor) = kernel_array(call.scales), bias_and_floor(call)
     with threads_for(int(plan.keys.shape[0]) * height * call.dims.dim // 8) as parts:
         attend_tiles(q, k, v, out.numpy(), scales, bias, *tiles, *lists, width, height, float(call.alpha), floor, parts)
     return out.transpose(1, 2)
@@ -46,9 +42,15 @@ def attend_cpu(call: Call, plan: Plan) -> Tensor:
 def laid_out(call: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray, Tensor]:
     """q `[B, N, H, D]`, as the layers of transformers lay it out, so that mostly nothing is copied; k and v by heads
     `[B, Hkv, M, D]`, so that the keys of one are neighbours; and zeros for the output `[B, N, H, Dv]`."""
-    q = np.ascontiguousarray(call.q.detach().transpose(1, 2).numpy())
-    k, v = (np.ascontiguousarray(x.detach().numpy()) for x in (call.k, call.v))
+    q, k, v = (kernel_array(x) for x in (call.q.transpose(1, 2), call.k, call.v))
     return q, k, v, torch.zeros(*q.shape[:3], v.shape[-1], dtype=call.q.dtype)
+
+
+def bias_and_floor(call: Call) -> tuple[np.ndarray, np.floating]:
+    """The bias, of one number where there is none; and the least step that the climb to a threshold still takes."""
+    bias = call.q.new_zeros(1, 1, 1, 1) if call.bias is None else call.bias
+    array = kernel_array(bias)
+    return array, array.dtype.type(torch.finfo(call.q.dtype).eps / 2)
 
 
 @inline_kernel

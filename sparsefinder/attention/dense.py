@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsefinder.attention.call import Call, asks_gradient, without_padding
+from sparsefinder.attention.call import Call, asks_gradient, stretch, without_padding
 from sparsefinder.entmax import entmax
 from sparsefinder.shapes import item_bias
 
@@ -56,7 +56,7 @@ def _all_legal(call: Call) -> bool:
 
 def _item(call: Call, b: int, out: Tensor) -> None:
     """One item, cropped to the stretch of its real tokens, so that padding costs nothing and changes no bit."""
-    rows, columns = _stretch(call.legal.query_real[b]), _stretch(call.legal.key_real[b])
+    rows, columns = stretch(call.legal.query_real[b]), stretch(call.legal.key_real[b])
     if rows.start == rows.stop or columns.start == columns.stop:
         return
     mask = _illegal(call, b, rows, columns)
@@ -97,11 +97,6 @@ def _near(call: Call, rows: slice, columns: slice, part: slice) -> slice:
     high = count if reach is None else last + reach + 1
     high = min(high, last + 1) if call.legal.causal else high
     return slice(low, max(min(high, count), low))
-
-
-def _stretch(real: Tensor) -> slice:
-    at = real.nonzero()
-    return slice(int(at[0]), int(at[-1]) + 1) if at.shape[0] else slice(0, 0)
 
 
 def _illegal(call: Call, b: int, rows: slice, columns: slice) -> Tensor | None:

@@ -1,13 +1,12 @@
 """Entmax over all legal keys on the CPU, by the blocks of `cpu.py`: scores of a few rows at a time, few values read."""
 
 import numpy as np
-import torch
 from numba import prange
 from torch import Tensor
 
 from sparsefinder.attention.call import Call, asks_gradient
-from sparsefinder.attention.cpu import add_bias, entmax_tile, laid_out, load_queries, score_tile
-from sparsefinder.numba_kernels import parallel_kernel
+from sparsefinder.attention.cpu import add_bias, bias_and_floor, entmax_tile, laid_out, load_queries, score_tile
+from sparsefinder.numba_kernels import kernel_array, parallel_kernel
 from sparsefinder.threads import threads_for
 from sparsefinder.vector_code import LANES
 
@@ -23,10 +22,8 @@ def attend_entmax(call: Call) -> Tensor:
     """`[B, H, N, Dv]`; rows without keys are zeros. For calls that `can_be_tiled`."""
     legal, dims = call.legal, call.dims
     q, k, v, out = laid_out(call)
-    scales, floor = call.scales.detach().contiguous().numpy(), q.dtype.type(torch.finfo(call.q.dtype).eps / 2)
-    empty = np.zeros((1, 1, 1, 1), q.dtype)
-    bias = empty if call.bias is None else np.ascontiguousarray(call.bias.detach().numpy())
-    real, key_real = (np.ascontiguousarray(x.numpy()) for x in (legal.query_real, legal.key_real))
+    scales, (bias, floor) = kernel_array(call.scales), bias_and_floor(call)
+    real, key_real = kernel_array(legal.query_real), kernel_array(legal.key_real)
     listed = np.zeros((dims.batch, dims.keys + LANES), np.int32)
     for b in range(dims.batch):
         keys = key_real[b].nonzero()[0]

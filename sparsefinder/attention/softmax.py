@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsefinder.attention.call import Call, asks_gradient, without_padding
+from sparsefinder.attention.call import Call, asks_gradient, stretch, without_padding
 
 
 def can_be_fused(call: Call) -> bool:
@@ -25,12 +25,6 @@ def attend_softmax(call: Call) -> Tensor:
             part = q[b, :, rows] * call.scales[:, None, None], k[b, :, columns], v[b, :, columns]
             out[b, :, rows] = _item(call, b, rows, columns, *part)
     return out
-
-
-def stretch(real: Tensor) -> slice:
-    """From the first real token of an item to its last."""
-    at = real.nonzero()
-    return slice(int(at[0]), int(at[-1]) + 1) if at.shape[0] else slice(0, 0)
 
 
 def _item(call: Call, b: int, rows: slice, columns: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

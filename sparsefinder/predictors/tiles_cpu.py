@@ -8,13 +8,13 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from sparsefinder.errors import NonFiniteError
-from sparsefinder.patterns.algebra import Pattern, union_leaves
+from sparsefinder.numba_kernels import kernel_array
+from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import Legal, first_real
-from sparsefinder.patterns.positional import Window
 from sparsefinder.plan import Plan, empty_lists, plan_of_lists
 from sparsefinder.predictors.tile_kernels import add_positions, choose_keys, list_bits, project_all, score_tiles
 from sparsefinder.predictors.tiles import Tiles, check_call
-from sparsefinder.query_tiles import global_counts, query_tiles
+from sparsefinder.query_tiles import global_counts, query_tiles, window_radius
 from sparsefinder.shapes import head_tiles
 from sparsefinder.threads import threads_for
 
@@ -48,8 +48,7 @@ def threshold_plan(
         unsure = choose_keys(*queries, *form, low, column, place, least, words.view(np.uint8), parts)
         if bad.any() or unsure.any():
             raise NonFiniteError("scores: expected finite numbers for every real token, got NaN or infinity")
-        radii = [leaf.radius for leaf in union_leaves(positional) if isinstance(leaf, Window)]
-        radius = max(radii, default=-1 if legal.cross else 0)  # a query always reads itself, except in cross-attention
+        radius = window_radius(positional, legal)
         counts = np.empty(words.shape[0], np.int64)
         positions = (_real_bits(legal, words.shape[1]), (first, last), (grid.batch, grid.start, grid.rows, grid.alone))
         add_positions(words, *positions, globals_, radius, offset, causal, counts)
@@ -62,7 +61,7 @@ def _real_bits(legal: Legal, words: int) -> np.ndarray:
     """`[B, words]`: one bit for every key, counted from the item's first real one."""
     bits = np.zeros((legal.key_real.shape[0], words * 64), np.uint8)
     for b, begin in enumerate(first_real(legal).tolist()):
-        real = _numpy(legal.key_real[b, begin:])
+        real = kernel_array(legal.key_real[b, begin:])
         bits[b, : real.shape[0]] = real
     return np.packbits(bits, axis=1, bitorder="little").view(np.uint64)
 
@@ -92,23 +91,26 @@ def kernel_inputs(
     in which items and heads a projected key is not finite."""
     maps, heads = tiles.projections, tiles.projections.heads
     last = torch.where(legal.key_real, torch.arange(k.shape[2]), -1).amax(-1)
-    span = (_numpy(first_real(legal)), _numpy(last))
+    span = (kernel_array(first_real(legal)), kernel_array(last))
     linear = torch.zeros(heads, 0) if maps.k_linear is None else maps.k_linear
     weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
     far = max(q.shape[2] + legal.query_offset, k.shape[2]) + max(sizes)
-    logs = _numpy(torch.log1p(torch.arange(-far, far + 1, dtype=torch.float32).abs()))
+    logs = kernel_array(torch.log1p(torch.arange(-far, far + 1, dtype=torch.float32).abs()))
     low = np.empty((q.shape[0], heads, maps.k_map.shape[1], k.shape[2]), np.float32)
     column = np.empty((q.shape[0], heads, k.shape[2]), np.float32)
-    key_maps = (_numpy(x) for x in (maps.k_map, maps.k_bias, linear))
-    bad = project_all(_numpy(k.float()), _numpy(legal.key_real), span, *key_maps, *_form(tiles), low, column)
-    query_maps = (_numpy(maps.q_map), _numpy(maps.q_bias))
-    real, rows = _numpy(legal.query_real), np.array(sizes)
-    return (_numpy(q.float().transpose(1, 2)), real, span, rows, query_maps, _numpy(weight), logs), low, column, bad
+    key_maps = (kernel_array(x) for x in (maps.k_map, maps.k_bias, linear))
+    bad = project_all(
+        kernel_array(k.float()), kernel_array(legal.key_real), span, *key_maps, *_form(tiles), low, column
+    )
+    query_maps = (kernel_array(maps.q_map), kernel_array(maps.q_bias))
+    real, rows = kernel_array(legal.query_real), np.array(sizes)
+    return (
+        (kernel_array(q.float().transpose(1, 2)), real, span, rows, query_maps, kernel_array(weight), logs),
+        low,
+        column,
+        bad,
+    )
 
 
 def _form(tiles: Tiles) -> tuple[bool, bool]:
     return tiles.projections.form == "metric", tiles.projections.unit
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(x.detach().numpy())  # one layout, so that numba compiles once
