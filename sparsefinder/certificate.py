@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from sparsefinder.attention.call import Call, asks_gradient, check_plan, checked, without_padding
-from sparsefinder.attention.cpu import bias_and_floor
+from sparsefinder.attention.cpu import attend_cpu, bias_and_floor
 from sparsefinder.certificate_kernels import prove_tiles
 from sparsefinder.errors import AlphaError, BackendError, PatternError
 from sparsefinder.numba_kernels import kernel_array
@@ -107,7 +107,7 @@ def attend_exact(
     Arguments and errors as in `certify`; no gradient (BackendError).
     """
     call = _checked(q, k, v, plan, legal, alpha, scale, bias)
-    out = torch.zeros(*call.q.shape[:3], call.v.shape[-1], dtype=call.q.dtype)
+    out = attend_cpu(call, plan).contiguous()
     survivors, added = _run(call, plan, rank, out)
     real = legal.query_real[:, None].expand_as(survivors)
     repair = Repair(
@@ -147,7 +147,7 @@ def _checked(
 def _run(
     call: Call, plan: Plan, rank: int | None, out: Float[Tensor, "B H N Dv"] | None
 ) -> tuple[Int64[Tensor, "B H N"], Int64[Tensor, "B H N"]]:
-    """Survivors and added keys of every row; with `out` the rows are written to it, and repaired."""
+    """Survivors and added keys of every row; with `out`, the output over the plan, rows are repaired in it."""
     found = [torch.zeros(call.q.shape[:3], dtype=torch.int64) for _ in range(2)]
     if not plan.tile_rows.shape[0]:
         return found[0], found[1]

@@ -7,7 +7,8 @@ exceed to be in the support of the row over all its keys is known then, because 
 import numpy as np
 from numba import prange
 
-from sparsefinder.attention.cpu import add_bias, entmax_weights, mix_values, order_keys, score_tile
+from sparsefinder.attention.cpu import add_bias, order_keys, score_tile
+from sparsefinder.attention.cpu_rows import entmax_weights, mix_values
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 from sparsefinder.rows import highest
 from sparsefinder.vector_code import LANES
@@ -107,7 +108,8 @@ def weigh_row(line, keys, v, alpha, step_floor, work, out):  # type: ignore[no-u
 
 @inline_kernel
 def list_scores(q, k, keys, first_row, bias, biased, scaled, listed, reads, scores):  # type: ignore[no-untyped-def]
-    """Scores of a tile's rows as in `attention/cpu.py`: row `r` reads the first `reads[r]` of the `listed` keys."""
+    """Scores of a tile's rows as in `attention/cpu.py`, `[rows / 8, keys, 8]`: row `r` reads the first `reads[r]` of
+    the `listed` keys."""
     order_keys(keys, first_row, q.shape[0], listed, reads)
     scaled[:] = 0
     scaled[:, : q.shape[0]] = q.T
@@ -117,12 +119,21 @@ def list_scores(q, k, keys, first_row, bias, biased, scaled, listed, reads, scor
 
 
 @inline_kernel
-def join(scores, keys, more_scores, more_keys, work):  # type: ignore[no-untyped-def]
-    """Listed and added keys of a row in one line of `work`; how many."""
+def line_of(scores, r, n, work):  # type: ignore[no-untyped-def]
+    """The first scores of a row, as neighbours at the beginning of the line of `work`."""
+    line = work[2]
+    for c in range(n):
+        line[c] = scores[r // LANES, c, r % LANES]
+    return line[:n]
+
+
+@inline_kernel
+def join(keys, more_scores, more_keys, work):  # type: ignore[no-untyped-def]
+    """Listed and added keys of a row in one line of `work`, where the scores of the listed ones are; how many."""
     _, _, line, names = work
     n = keys.shape[0]
     total = n + more_keys.shape[0]
-    line[:n], line[n:total] = scores, more_scores
+    line[n:total] = more_scores
     names[:n], names[n:total] = keys, more_keys
     return total
 
@@ -183,7 +194,8 @@ def prove_tile(  # type: ignore[no-untyped-def]
             limit[e], ends[e], alive[e], more[e] = infinity, 0, 0, 0
         for e in range(taken):
             kept = reads[r + e]
-            limit[e] = weigh_row(scores[r + e, :kept], listed, v, alpha, step_floor, work, out[r + e])
+            line = line_of(scores, r + e, kept, work)
+            limit[e] = weigh_row(line, listed, v, alpha, step_floor, work, out[r + e, :0])
             ends[e] = max(0, min(count, place + r + e + 1)) if place >= 0 else count
             waiting = max(waiting, seen[ends[e]] - kept)
             four[e], low_rows[e], rests[e], starts[e] = q[r + e], low_q[r + e], rest[r + e], start[r + e]
@@ -196,7 +208,8 @@ def prove_tile(  # type: ignore[no-untyped-def]
             survivors[r + e], added[r + e] = alive[e], more[e]
             if more[e] > 0:
                 kept = reads[r + e]
-                n = join(scores[r + e, :kept], listed[:kept], more_scores[e, : more[e]], more_keys[e, : more[e]], work)
+                line_of(scores, r + e, kept, work)
+                n = join(listed[:kept], more_scores[e, : more[e]], more_keys[e, : more[e]], work)
                 weigh_row(work[2][:n], work[3][:n], v, alpha, step_floor, work, out[r + e])
 
 
@@ -204,10 +217,10 @@ def prove_tile(  # type: ignore[no-untyped-def]
 def prove_tiles(  # type: ignore[no-untyped-def]
     qkv, bias, out, bound, seen, tiles, lists, sizes, alpha, step_floor, found
 ):
-    """All tiles: the rows' survivors, and the output over listed keys and those survivors that matter.
+    """All tiles: the rows' survivors; rows in which some of them matter are written anew, over listed keys and those.
 
     qkv: q (scaled), k, v. bias: `[batch or 1, heads, queries, keys]`, or of one number where there is none.
-    out: `[B, H, N, Dv]`, or `[B, H, N, 0]` where only survivors are asked for.
+    out: what the listed keys give `[B, H, N, Dv]`, or `[B, H, N, 0]` where only survivors are asked for.
     bound: `query`, `rest`, `start`, `key` of `ScoreBound`. seen: real keys of every item before each key `[B, M + 1]`.
     tiles, lists: of the plan. sizes: longest list, highest tile, parts, query offset (−1 where not causal).
     found: survivors and added keys per row `[B, H, N]`.
@@ -239,7 +252,7 @@ def prove_tiles(  # type: ignore[no-untyped-def]
             np.zeros((q.shape[3], high), kind),
             np.empty(width + LANES, np.int32),
             np.empty(height, np.int64),
-            np.empty((high, wide), kind),
+            np.empty((high // LANES, wide, LANES), kind),
             np.empty(count, np.uint8),
             np.empty(ROWS, np.int64),
             np.empty(ROWS, kind),

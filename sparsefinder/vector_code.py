@@ -7,6 +7,7 @@ from typing import Any
 import llvmlite.ir as ir
 import numpy as np
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sparsefinder.numba_kernels import inline_kernel
@@ -67,7 +68,7 @@ class Block:
         self.builder, self._context = builder, context
         self.item = context.get_value_type(dtype)
         self.vector = ir.VectorType(self.item, LANES)
-        self.word = ir.IntType(64)
+        self.word, self._bits = ir.IntType(64), dtype.bitwidth
         self.size = self.word(context.get_abi_sizeof(self.item))
 
     def array(self, kind: Any, value: Any) -> tuple[Any, Any, Any]:
@@ -80,6 +81,14 @@ class Block:
         """Of `array[row, column]`."""
         of_row = self.builder.add(start, self.builder.mul(row, step))
         return self.builder.add(of_row, self.builder.mul(column, self.size))
+
+    def line(self, kind: Any, value: Any) -> Any:
+        """Where a one-dimensional array begins."""
+        return self.builder.ptrtoint(self._context.make_array(kind)(self._context, self.builder, value).data, self.word)
+
+    def length(self, kind: Any, value: Any) -> Any:
+        """Of a one-dimensional array."""
+        return self.builder.extract_value(self._context.make_array(kind)(self._context, self.builder, value).shape, 0)
 
     def load(self, address: Any, kind: Any) -> Any:
         """One item, or a vector of neighbours, which need not be aligned."""
@@ -102,25 +111,49 @@ class Block:
         empty = ir.Constant(self.vector, ir.Undefined)
         return self.shuffled(self.builder.insert_element(empty, value, ir.IntType(32)(0)), empty, [0] * LANES)
 
-    def sums(self, low: Any, high: Any, start: Sequence[Any], products: Callable[[Any], Sequence[Any]]) -> list[Any]:
-        """`start + Σ products(i)` for i from low to high − 1, at least one; all sums stay in registers."""
+    def fold(
+        self, low: Any, high: Any, start: Sequence[Any], update: Callable[[Any, list[Any]], list[Any]]
+    ) -> list[Any]:
+        """`totals = update(i, totals)` from `start` on, for i from low to high − 1, at least one; all in registers."""
         builder, before = self.builder, self.builder.block
-        loop, done = builder.append_basic_block("sums"), builder.append_basic_block("summed")
+        loop, done = builder.append_basic_block("fold"), builder.append_basic_block("folded")
         builder.branch(loop)
         builder.position_at_end(loop)
         i, totals = builder.phi(self.word), [builder.phi(self.vector) for _ in start]
         i.add_incoming(low, before)
         for total, first in zip(totals, start, strict=True):
             total.add_incoming(first, before)
-        pairs = zip(totals, products(i), strict=True)
-        added = [builder.fadd(builder.fmul(*pair, flags=FUSED), total, flags=FUSED) for total, pair in pairs]
+        found = update(i, totals)
         after = builder.add(i, self.word(1))
         i.add_incoming(after, loop)
-        for total, value in zip(totals, added, strict=True):
+        for total, value in zip(totals, found, strict=True):
             total.add_incoming(value, loop)
         builder.cbranch(builder.icmp_signed("<", after, high), loop, done)
         builder.position_at_end(done)
-        return added
+        return found
+
+    def plus_product(self, total: Any, a: Any, b: Any) -> Any:
+        """`total + a b`, rounded once where the processor can."""
+        return self.builder.fadd(self.builder.fmul(a, b, flags=FUSED), total, flags=FUSED)
+
+    def greater(self, a: Any, b: Any) -> Any:
+        """The greater of two vectors, lane by lane; b where one is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def root(self, value: Any) -> Any:
+        """Square roots."""
+        name = f"llvm.sqrt.v{LANES}f{self._bits}"
+        kind = ir.FunctionType(self.vector, [self.vector])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [value])  # type: ignore[no-untyped-call]
+
+    def any_lane(self, mask: Any) -> Any:
+        """1 where some lane of a comparison is true, else 0."""
+        byte = self.builder.bitcast(mask, ir.IntType(LANES))
+        return self.builder.zext(self.builder.icmp_unsigned("!=", byte, byte.type(0)), self.word)
+
+    def constant(self, value: float) -> Any:
+        """A vector that holds this number in every lane."""
+        return ir.Constant(self.vector, [value] * LANES)
 
 
 @vector_code
@@ -129,8 +162,7 @@ def reaching(typing: Any, row: Any, at: Any, shift: Any, least: Any) -> Any:
 
     def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         block = Block(context, builder, row.dtype)
-        start = builder.ptrtoint(context.make_array(row)(context, builder, args[0]).data, block.word)
-        found = block.load(builder.add(start, builder.mul(args[1], block.size)), block.vector)
+        found = block.load(builder.add(block.line(row, args[0]), builder.mul(args[1], block.size)), block.vector)
         moved = builder.fsub(found, block.spread(args[2]))
         return builder.bitcast(builder.fcmp_ordered(">=", moved, block.spread(args[3])), ir.IntType(8))
 

@@ -5,7 +5,15 @@ from numba import prange
 from torch import Tensor
 
 from sparsefinder.attention.call import Call, asks_gradient
-from sparsefinder.attention.cpu import add_bias, bias_and_floor, entmax_tile, laid_out, load_queries, score_tile
+from sparsefinder.attention.cpu import (
+    add_bias,
+    attend_tile,
+    bias_and_floor,
+    laid_out,
+    load_queries,
+    score_tile,
+    working_arrays,
+)
 from sparsefinder.numba_kernels import kernel_array, parallel_kernel
 from sparsefinder.threads import threads_for
 from sparsefinder.vector_code import LANES
@@ -46,9 +54,8 @@ def attend_rows(  # type: ignore[no-untyped-def]
     rows, heads, keys = q.shape[1], q.shape[2], k.shape[2]
     group, tiles = heads // k.shape[1], (rows + ROWS - 1) // ROWS
     for p in prange(parts):
+        scores, work = working_arrays(ROWS, keys, v.shape[3], q)
         scaled, ends = np.zeros((q.shape[3], ROWS), q.dtype), np.empty(ROWS, np.int64)
-        scores = np.empty((ROWS, (keys + LANES - 1) // LANES * LANES), q.dtype)
-        index, weight = np.empty(keys + 1, np.int32), np.empty(keys + 1, q.dtype)
         for i in range(p, q.shape[0] * heads * tiles, parts):
             b, h, low = i // (heads * tiles), i // tiles % heads, i % tiles * ROWS
             n = min(ROWS, rows - low)
@@ -59,8 +66,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
                 score_tile(scaled, k[b, h // group], listed[b], ends, n, scores)
                 if biased:
                     add_bias(bias[b if bias.shape[0] > 1 else 0, h, low : low + n], listed[b, : ends[n - 1]], scores)
-                values = v[b, h // group]
-                entmax_tile(scores, ends, n, values, listed[b], alpha, step_floor, index, weight, out[b], low, h)
+                attend_tile(scores, ends, n, v[b, h // group], listed[b], alpha, step_floor, work, out[b], low, h)
                 for r in range(n):
                     if not real[b, low + r]:
                         out[b, low + r, h, :] = 0

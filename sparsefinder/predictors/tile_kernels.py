@@ -5,12 +5,17 @@ with, so a batch and an item alone give equal bits. A matrix product does not pr
 for another shape. In a causal layer no loop of a tile reaches past its first row.
 """
 
-import numpy as np
-from numba import prange
+from typing import Any
 
+import numpy as np
+from numba import prange, types
+
+from sparsefinder.attention.cpu_blocks import score_block
 from sparsefinder.numba_kernels import inline_kernel, parallel_kernel
 from sparsefinder.rows import greatest
-from sparsefinder.vector_code import LANES, exp_float32, ones, reaching, trailing_zeros
+from sparsefinder.vector_code import LANES, Block, exp_float32, ones, reaching, trailing_zeros, vector_code
+
+WIDE = 4 * LANES  # keys that are scored at once, so that four sums run beside each other
 
 
 @inline_kernel
@@ -26,6 +31,17 @@ def log_sum_exp(row):  # type: ignore[no-untyped-def]
 
 
 @inline_kernel
+def shorten(vector):  # type: ignore[no-untyped-def]
+    """A vector as long as one, in its place (a very short one stays as it is)."""
+    square = np.float32(0)
+    for c in range(vector.shape[0]):
+        square += vector[c] * vector[c]
+    length = max(np.sqrt(square), np.float32(1e-12))
+    for c in range(vector.shape[0]):
+        vector[c] /= length
+
+
+@inline_kernel
 def project_vector(x, weight, bias, unit, out):  # type: ignore[no-untyped-def]
     """`out = weight x + bias` with `weight [r, D]`, of length one where `unit`."""
     for c in range(out.shape[0]):
@@ -34,32 +50,34 @@ def project_vector(x, weight, bias, unit, out):  # type: ignore[no-untyped-def]
             total += x[d] * weight[c, d]
         out[c] = total + bias[c]
     if unit:
-        square = np.float32(0)
-        for c in range(out.shape[0]):
-            square += out[c] * out[c]
-        length = max(np.sqrt(square), np.float32(1e-12))
-        for c in range(out.shape[0]):
-            out[c] /= length
+        shorten(out)
 
 
 @inline_kernel
 def project_keys(k, real, weight, bias, linear, metric, unit, low, column):  # type: ignore[no-untyped-def]
-    """k' of every real key into `low [r, m]`, and what the score adds to every key into `column`."""
-    rank = low.shape[0]
-    point = np.empty(rank, np.float32)
-    for j in range(k.shape[0]):
-        column[j] = np.float32(-np.inf)
-        for c in range(rank):
-            low[c, j] = np.float32(0)
-        if real[j]:
-            project_vector(k[j], weight, bias, unit, point)
+    """k' of every real key into `low [r, m]`, and what the score adds to it into `column`; eight keys at once."""
+    rank, last = weight.shape[0], k.shape[0] - 1
+    groups = (rank + LANES - 1) // LANES
+    turned, points = np.zeros((k.shape[1], groups * LANES), np.float32), np.empty((groups, LANES, LANES), np.float32)
+    turned[:, :rank] = weight.T
+    names, point = np.empty(LANES, np.int32), np.empty(rank, np.float32)
+    for at in range(0, last + 1, LANES):
+        for j in range(LANES):
+            names[j] = min(at + j, last)
+        for g in range(groups):
+            score_block(turned, g * LANES, k, names, 0, points[g])
+        for j in range(at, min(at + LANES, last + 1)):
+            for c in range(rank):
+                point[c] = points[c // LANES, j - at, c % LANES] + bias[c]
+            if unit:
+                shorten(point)
             extra = np.float32(0)
             for c in range(rank):
-                low[c, j] = point[c]
+                low[c, j] = point[c] if real[j] else np.float32(0)
                 extra -= point[c] * point[c] if metric else np.float32(0)
             for d in range(linear.shape[0]):
                 extra += linear[d] * k[j, d]
-            column[j] = extra
+            column[j] = extra if real[j] else np.float32(-np.inf)
 
 
 @inline_kernel
@@ -78,31 +96,47 @@ def summarize_tile(q, h, real, low, high, mean):  # type: ignore[no-untyped-def]
     return count > 0
 
 
-@inline_kernel
-def score_row(summary, low, column, t, size, weight, logs, row):  # type: ignore[no-untyped-def]
-    """`row[j] = summary · low[:, j] + column[j] + weight * log(1 + distance)`.
+@vector_code
+def score_keys(
+    typing: Any, summary: Any, low: Any, column: Any, weight: Any, logs: Any, place: Any, at: Any, row: Any
+) -> Any:
+    """`row[j] = column[j] + weight · logs[place + j] + summary · low[:, j]` for the 32 keys j from `at` on.
 
-    logs: `log(1 + distance)` of falling, then of rising distances, so that both sides of a tile run forwards.
+    All arrays go on for as many numbers.
     """
-    seen = row.shape[0]
-    for j in range(seen):
-        row[j] = column[j]
-    whole = summary.shape[0] - summary.shape[0] % 4
-    for c in range(0, whole, 4):  # four at a time: the row is loaded and stored less often
-        s0, s1, s2, s3 = summary[c], summary[c + 1], summary[c + 2], summary[c + 3]
-        k0, k1, k2, k3 = low[c], low[c + 1], low[c + 2], low[c + 3]
-        for j in range(seen):
-            row[j] += (s0 * k0[j] + s1 * k1[j]) + (s2 * k2[j] + s3 * k3[j])
-    for c in range(whole, summary.shape[0]):
-        for j in range(seen):
-            row[j] += summary[c] * low[c, j]
-    if weight != np.float32(0):
-        farthest = logs.shape[0] // 2
-        before, after = logs[farthest - t * size :], logs[farthest - t * size - size + 1 :]
-        for j in range(min(seen, t * size)):
-            row[j] += weight * before[j]
-        for j in range(t * size + size, seen):
-            row[j] += weight * after[j]
+
+    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        block = Block(context, builder, row.dtype)
+        starts = [
+            builder.add(block.line(kind, args[i]), builder.mul(shift, block.size))
+            for kind, i, shift in (
+                (column, 2, args[6]), (logs, 4, builder.add(args[5], args[6])), (row, 7, args[6]),
+            )
+        ]  # fmt: skip
+        own, distances, out = (
+            [builder.add(start, builder.mul(block.word(LANES * i), block.size)) for i in range(WIDE // LANES)]
+            for start in starts
+        )
+        by, shares = block.spread(args[3]), block.line(summary, args[0])
+        l_start, l_step, _ = block.array(low, args[1])
+        before = [
+            block.plus_product(block.load(a, block.vector), block.load(b, block.vector), by)
+            for a, b in zip(own, distances, strict=True)
+        ]
+
+        def add(c: Any, totals: list[Any]) -> list[Any]:
+            share = block.spread(block.load(builder.add(shares, builder.mul(c, block.size)), block.item))
+            columns = [builder.add(args[6], block.word(LANES * i)) for i in range(len(totals))]
+            keys = [block.load(block.address(l_start, c, l_step, column), block.vector) for column in columns]
+            return [block.plus_product(total, key, share) for total, key in zip(totals, keys, strict=True)]
+
+        rank = block.length(summary, args[0])
+        for value, to in zip(block.fold(block.word(0), rank, before, add), out, strict=True):
+            block.store(value, to)
+        return context.get_dummy_value()
+
+    word = types.intp
+    return types.void(summary, low, column, types.float32, logs, word, word, row), write
 
 
 @inline_kernel
@@ -128,9 +162,10 @@ def tile_row(  # type: ignore[no-untyped-def]
     mean,
     row,
 ):
-    """Scores of tile `t` of one item and head into `row`: how many keys it sees, and their logsumexp (or NaN).
+    """Scores of tile `t` of one item and head into `row`, some more behind them: how many keys it sees, and their
+    logsumexp (or NaN).
 
-    low, column: of `m` keys and what follows them. Cut to `m`, their rows would be rows apart for all that numba knows.
+    low, column: of `m` keys and what follows them, at least `WIDE` numbers. logs: see `kernel_inputs`.
     """
     start = begin + t * size
     low_row = max(0, (max(begin, start - before) if causal else start) - offset)
@@ -142,7 +177,8 @@ def tile_row(  # type: ignore[no-untyped-def]
     if metric:  # −‖s − k‖² = 2 s·k − ‖k‖² + what is the same for the whole row
         summary += summary
     seen = min(m, t * size + 1) if causal else m
-    score_row(summary, low, column, t, size, weight, logs, row[:seen])
+    for at in range(0, seen, WIDE):
+        score_keys(summary, low, column, weight, logs, logs.shape[0] // 2 - t * size, at, row)
     shift = log_sum_exp(row[:seen])
     for c in range(summary.shape[0]):
         if not abs(summary[c]) < np.float32(np.inf):
@@ -189,16 +225,16 @@ def score_tiles(  # type: ignore[no-untyped-def]
     for task in prange(q.shape[0] * heads):
         b, h = task // heads, task % heads
         begin, m = first[b], max(last[b] + 1 - first[b], 0)
-        mean = np.empty(q.shape[3], np.float32)
+        mean, line = np.empty(q.shape[3], np.float32), np.empty(low.shape[3] + WIDE, np.float32)
         for at in range(out.shape[2] if first_tile[b, h] >= 0 else 0):
-            row, t = out[b, h, at, begin : begin + m], first_tile[b, h] + at
+            t = first_tile[b, h] + at
             seen, shift = tile_row(
                 q[b], h, q_real[b], t, begin, sizes[h], offset, before, causal, metric, unit, q_map[h], q_bias[h],
-                low[b, h], column[b, h], m, weight[h], logs, mean, row,
+                low[b, h], column[b, h], m, weight[h], logs[h], mean, line,
             )  # fmt: skip
-            if shift > np.float32(-np.inf):
+            if seen:
                 for j in range(seen):
-                    row[j] -= shift
+                    out[b, h, at, begin + j] = line[j] - shift if shift > np.float32(-np.inf) else line[j]
 
 
 @parallel_kernel
@@ -215,14 +251,14 @@ def choose_keys(  # type: ignore[no-untyped-def]
     (first, last), (q_map, q_bias), (batch, head, start, index, alone) = span, maps, tiles
     bad = np.zeros(batch.shape[0], np.uint8)
     for p in prange(parts):
-        row, mean = np.empty(low.shape[3] + LANES, np.float32), np.empty(q.shape[3], np.float32)
+        row, mean = np.empty(low.shape[3] + WIDE, np.float32), np.empty(q.shape[3], np.float32)
         for i in range(p, batch.shape[0], parts):
             if not alone[i]:
                 b, h = batch[i], head[i]
                 begin, m = first[b], max(last[b] + 1 - first[b], 0)
                 seen, shift = tile_row(
                     q[b], h, q_real[b], index[i], begin, sizes[h], offset, before, causal, metric, unit, q_map[h],
-                    q_bias[h], low[b, h], column[b, h], m, weight[h], logs, mean, row,
+                    q_bias[h], low[b, h], column[b, h], m, weight[h], logs[h], mean, row,
                 )  # fmt: skip
                 end = min(seen, start[i] + offset - begin) if causal else seen
                 if shift > np.float32(-np.inf):

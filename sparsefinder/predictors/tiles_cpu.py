@@ -12,7 +12,7 @@ from sparsefinder.numba_kernels import kernel_array
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import Legal, first_real
 from sparsefinder.plan import Plan, empty_lists, plan_of_lists
-from sparsefinder.predictors.tile_kernels import add_positions, choose_keys, list_bits, project_all, score_tiles
+from sparsefinder.predictors.tile_kernels import WIDE, add_positions, choose_keys, list_bits, project_all, score_tiles
 from sparsefinder.predictors.tiles import Tiles, check_call
 from sparsefinder.query_tiles import global_counts, query_tiles, window_radius
 from sparsefinder.shapes import head_tiles
@@ -94,22 +94,25 @@ def kernel_inputs(
     span = (kernel_array(first_real(legal)), kernel_array(last))
     linear = torch.zeros(heads, 0) if maps.k_linear is None else maps.k_linear
     weight = torch.zeros(heads) if tiles.distance_weight is None else tiles.distance_weight
-    far = max(q.shape[2] + legal.query_offset, k.shape[2]) + max(sizes)
-    logs = kernel_array(torch.log1p(torch.arange(-far, far + 1, dtype=torch.float32).abs()))
-    low = np.empty((q.shape[0], heads, maps.k_map.shape[1], k.shape[2]), np.float32)
-    column = np.empty((q.shape[0], heads, k.shape[2]), np.float32)
+    far = max(q.shape[2] + legal.query_offset, k.shape[2]) + max(sizes) + WIDE
+    low = np.empty((q.shape[0], heads, maps.k_map.shape[1], k.shape[2] + WIDE), np.float32)
+    column = np.empty((q.shape[0], heads, k.shape[2] + WIDE), np.float32)
     key_maps = (kernel_array(x) for x in (maps.k_map, maps.k_bias, linear))
     bad = project_all(
         kernel_array(k.float()), kernel_array(legal.key_real), span, *key_maps, *_form(tiles), low, column
     )
     query_maps = (kernel_array(maps.q_map), kernel_array(maps.q_bias))
-    real, rows = kernel_array(legal.query_real), np.array(sizes)
-    return (
-        (kernel_array(q.float().transpose(1, 2)), real, span, rows, query_maps, kernel_array(weight), logs),
-        low,
-        column,
-        bad,
-    )
+    rows, real = kernel_array(q.float().transpose(1, 2)), kernel_array(legal.query_real)
+    queries = (rows, real, span, np.array(sizes), query_maps, kernel_array(weight), _logs(sizes, far))
+    return queries, low, column, bad
+
+
+def _logs(sizes: tuple[int, ...], far: int) -> np.ndarray:
+    """`log(1 + distance)` of a key from each head's tile, `[H, 2 far]`: of keys before it, zeros for its own (the
+    first of them in the middle), of keys behind it."""
+    distance = np.arange(2 * far, dtype=np.float32) - np.float32(far)
+    made = {size: np.log1p(np.maximum(np.maximum(-distance, distance - (size - 1)), 0)) for size in set(sizes)}
+    return np.stack([made[size] for size in sizes])
 
 
 def _form(tiles: Tiles) -> tuple[bool, bool]:
