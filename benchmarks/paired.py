@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from sparsefinder.attention import api
+from sparsefinder.attention.measure_crossover import processor_name
 from sparsefinder.predictors import Tiles, tiles_cpu
 from sparsefinder.predictors.tile_kernels import choose_keys
 
@@ -96,9 +96,4 @@ def exponent(sizes: Sequence[float], amounts: Sequence[float]) -> float:
 
 def hardware() -> str:
     """The processor by its name, and the threads of torch."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'unknown processor'}, {torch.get_num_threads()} threads"
+    return f"{processor_name(torch.device('cpu'))}, {torch.get_num_threads()} threads"

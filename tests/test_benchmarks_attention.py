@@ -114,9 +114,9 @@ def test_shares_are_of_the_whole() -> None:
         plan = layer_plan(tiles, call.q, call.k, call.legal, window(3), 16)
         return attend(call.q, call.k, call.v, plan, legal=call.legal, scale=call.scale)
 
-    found = shares(run, 3)
+    found = shares(run, 1)  # of several rounds, medians of parts need not sum up
     assert all(0 < share < 1 for share in found.values())
-    assert sum(found.values()) == pytest.approx(1, abs=0.3)  # medians of parts
+    assert sum(found.values()) == pytest.approx(1)
 
 
 def _no_compiler() -> object:

@@ -28,9 +28,9 @@ from sparsefinder.errors import ConfigError, DataError, IncompatibleModelError
 from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.teacher import Teacher, batch
+from sparsefinder.whole_files import whole_file, write_text
 from training.layers import predicted_layers
 from training.values import VALUE_TENSORS, LayerValues, join_values, output_weight, value_tensors
-from training.whole_files import whole_file, write_text
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsefinder.errors import ConfigError, DataError
-from training.whole_files import write_text
+from sparsefinder.whole_files import write_text
 
 SWEEP = "sweep.json"
 

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import platform
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -22,10 +21,11 @@ from torch import Tensor
 import sparsefinder
 from sparsefinder.attention.api import attend, attend_dense
 from sparsefinder.attention.crossover import Crossover, Setting, Times, density_of, size_of
-from sparsefinder.errors import ConfigError
+from sparsefinder.errors import ConfigError, DataError
 from sparsefinder.patterns.legal import Legal, legal_full, legal_to
 from sparsefinder.patterns.positional import Window
 from sparsefinder.plan import Plan, ShareOfKeys, plan_from_tile_scores, tile_count
+from sparsefinder.whole_files import write_text
 
 Predict = Callable[[Float[Tensor, "B H N D"], Float[Tensor, "B Hkv M D"], Legal], Plan]
 
@@ -48,7 +48,16 @@ def make_setting(
     versions = ", ".join(f"{name} {number}" for name, number in packages.items())
     threads = torch.get_num_threads()
     return Setting(
-        _processor(torch.device(device)), threads, versions, heads, kv_heads, head_dim, alpha, causal, predictor, rows
+        f"{processor_name(torch.device(device))}, {os.cpu_count()} cores",
+        threads,
+        versions,
+        heads,
+        kv_heads,
+        head_dim,
+        alpha,
+        causal,
+        predictor,
+        rows,
     )
 
 
@@ -59,15 +68,16 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _processor(device: torch.device) -> str:
+def processor_name(device: torch.device) -> str:
+    """What its maker calls the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def load_crossover(setting: Setting, predict: Predict, device: torch.device | str = "cpu") -> Crossover:
@@ -79,9 +89,9 @@ def load_crossover(setting: Setting, predict: Predict, device: torch.device | st
         return known
     measured = measure_crossover(setting, predict, device)
     try:
-        _write(path, json.dumps(asdict(measured), indent=1).encode())
-    except OSError as error:
-        _LOG.warning("crossover was measured but cannot be kept in %s (%s)", path, error.strerror or error)
+        write_text(path, json.dumps(asdict(measured), indent=1))
+    except DataError as error:
+        _LOG.warning("crossover was measured but cannot be kept: %s", error)
     return measured
 
 
@@ -90,17 +100,6 @@ def cache_file(setting: Setting) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     digest = hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()
     return cache / "sparsefinder" / "crossover" / f"{digest[:16]}.json"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """The whole file or none: it is written beside its place and then put there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new-{secrets.token_hex(4)}")
-    try:
-        new.write_bytes(content)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def read_crossover(path: Path, setting: Setting) -> Crossover | None:

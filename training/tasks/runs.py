@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsefinder.errors import DataError
+from sparsefinder.whole_files import write_text
 from training.tasks.together import OnStep
-from training.whole_files import write_text
 
 OnProgress = Callable[[str, int, int], None]  # (the run, steps that are done, steps in all)
 
