@@ -3,7 +3,8 @@
     sparsefinder-train run --teacher smollm2 --out runs/smollm2
     python -m benchmarks.perplexity --data runs/smollm2 [runs/...] [--tokens 1024 2048 4096] [--quick] [--json FILE]
 
-The first run is compared with patterns of others, further ones (the same model with entmax, say) with their own oracle.
+The first run is compared with patterns of others, further ones (the same model with entmax, say) with their own oracle;
+runs of the same attention, fitted at other lengths, say, share a table.
 Every row reads the same texts; densities are those of the plans that ran (computed pairs / legal pairs, mean over
 layers, heads and texts), beside the density that was aimed at. The predictor was fitted and its budgets were allotted
 on other text, at the length of its own run; how much is allotted, the oracle's threshold (it pools the attention that
@@ -19,8 +20,8 @@ import math
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +79,41 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         tokens: held_out_texts(teacher, options.text, tokens, max(options.least, options.read // tokens), options.seed)
         for tokens in options.tokens
     }
-    result: dict[str, Any] = {"about": _about(options, artifacts.values()), "rows": []}
+    result: dict[str, Any] = {"about": _about(options, artifacts), "rows": []}
     with progress() as on_progress:
         opened = functools.cache(open_subject)
-        tables = list(itertools.product(options.tokens, artifacts.items()))
-        for tokens, (folder, artifact) in tables[:: -1 if options.last_first else 1]:
+        tables = list(itertools.product(options.tokens, _same_attention(artifacts)))
+        for tokens, members in tables[:: -1 if options.last_first else 1]:
+            folder, artifact = members[0]
             print(f"\n{attention_name(artifact)}, {tokens} tokens, {len(texts[tokens])} texts")
-            print(f"{'':26} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
+            print(f"{'':32} {'aim':>6} {'density':>8} {'perplexity':>11} {'to dense':>9}")
             rivals = _rivals(options, opened, folder, artifact, texts[tokens], on_progress)
             dense, *others = _rows_of(rivals, options.runs, on_progress)
-            own = _predicted(options, opened, folder, artifact, texts[tokens], dense["perplexity"], on_progress)
-            rows = [dense, *_rows_of(own, options.runs, on_progress), *others]
+            rows = [dense]
+            for member in members:
+                own = _predicted(options, opened, *member, texts[tokens], dense["perplexity"], on_progress)
+                rows += _rows_of(own, options.runs, on_progress)
+            rows += others
             result["rows"] += [row | {"tokens": tokens, "attention": attention_name(artifact)} for row in rows]
             if options.json:
                 write_json(options.json, result)
     if options.json:
         print(f"\nAll figures lie in {options.json}")
     return result
+
+
+def _same_attention(artifacts: Mapping[Path, Artifact]) -> list[list[tuple[Path, Artifact]]]:
+    """Runs with one row of dense attention and one oracle, together."""
+    found: dict[str, list[tuple[Path, Artifact]]] = {}
+    for folder, artifact in artifacts.items():
+        found.setdefault(json_digest(_attention(artifact)), []).append((folder, artifact))
+    return list(found.values())
+
+
+def _attention(artifact: Artifact) -> dict[str, Any]:
+    """All of an artifact that its dense row and its oracle depend on."""
+    settings = {name: getattr(artifact.card, name) for name in ("teacher_fingerprint", "alpha", *PLANS)}
+    return settings | {"delta": delta_hash(artifact), "scale": json_digest({"scale": artifact.card.head_scale})}
 
 
 def _rows_of(study: Study, runs: Path, on_progress: OnProgress) -> list[dict[str, Any]]:
@@ -115,10 +134,8 @@ def _rivals(
     on_progress: OnProgress,
 ) -> Study:
     """The dense row, the oracle's, and those of others' patterns for the first run: all that no predictor changes."""
-    card, baselines = artifact.card, folder == options.data[0]
-    settings = {name: getattr(card, name) for name in ("teacher_fingerprint", "alpha", *PLANS)}
-    settings |= {"delta": delta_hash(artifact), "scale": json_digest({"scale": card.head_scale})}
-    settings |= {"aims": options.aims, "baselines": baselines, "texts": json_digest({"ids": texts})}
+    baselines, ids = folder == options.data[0], json_digest({"ids": texts})
+    settings = _attention(artifact) | {"aims": options.aims, "baselines": baselines, "texts": ids}
     count = 1 + len(options.aims) + baselines * FAMILIES * len(BASELINE_AIMS)
 
     def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
@@ -146,9 +163,11 @@ def _predicted(
         points = _points(subject, on_progress)
         _measure(subject.teacher, subject.attached, Row("dense", None, None), texts[:1], seen.append)
         made = predicted(artifact.layers, points, seen, subject.positional, artifact.card.tile_size, options.aims)
-        return {"rows": _shown((_compared(subject, row, texts, dense) for row in made), len(options.aims), on_step)}
+        name = f"predicted, fitted at {read_manifest(folder / 'shards' / 'train')['tokens']}"
+        rows = (_compared(subject, replace(row, name=name), texts, dense) for row in made)
+        return {"rows": _shown(rows, len(options.aims), on_step)}
 
-    return Study(f"predicted-{attention_name(artifact)}-{len(texts[0])}", settings, make)
+    return Study(f"predicted-{folder.name}-{len(texts[0])}", settings, make)
 
 
 def _shown(rows: Iterable[dict[str, Any]], count: int, on_step: Callable[[int, int], None]) -> list[dict[str, Any]]:
@@ -164,7 +183,7 @@ def _shown(rows: Iterable[dict[str, Any]], count: int, on_step: Callable[[int, i
 def _show(row: dict[str, Any]) -> None:
     aim = "" if row["aim"] is None else f"{row['aim']:.2f}"
     numbers = f"{row['density']:8.3f} {row['perplexity']:11.3f} {row['to_dense']:9.3f}"
-    print(f"{row['row']:26} {aim:>6} {numbers}", flush=True)
+    print(f"{row['row']:32} {aim:>6} {numbers}", flush=True)
 
 
 def attention_name(artifact: Artifact) -> str:
@@ -288,10 +307,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _about(options: argparse.Namespace, artifacts: Iterable[Artifact]) -> dict[str, Any]:
+def _about(options: argparse.Namespace, artifacts: Mapping[Path, Artifact]) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks.perplexity", *sys.argv[1:]]),
-        "artifacts": {attention_name(artifact): artifact.card.version for artifact in artifacts},
+        "artifacts": {folder.name: artifact.card.version for folder, artifact in artifacts.items()},
         "text": ", ".join(path.name for path in options.text) or "held-out default",
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": versions("torch", "transformers", "numba"),

@@ -100,7 +100,8 @@ def loss_at(rows: Sequence[Row], name: str, density: float) -> float | None:
 def _at_goal(rows: Sequence[Row], density: float | None) -> str:
     if density is None:
         return ""
-    found = {name: loss_at(rows, name, density) for name in ("predicted", "oracle: pooled attention")}
+    names = dict.fromkeys(row["row"] for row in rows if row["row"].startswith(("predicted", "oracle")))
+    found = {name: loss_at(rows, name, density) for name in names}
     told = [f"{name} {'not measured' if loss is None else format(loss - 1, '+.1%')}" for name, loss in found.items()]
     return f"Between the settings, at {density:.0%} computed density: {', '.join(told)}.\n"
 
@@ -126,7 +127,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         own = [row for row in of_group(rows, kind, tokens) if row["aim"] is not None]
         for name in dict.fromkeys(row["row"] for row in own):
             points = sorted((row["density"], row["to_dense"]) for row in own if row["row"] == name)
-            style = "-" if name == "predicted" else "--" if name.startswith("oracle") else ":"
+            style = "-" if name.startswith("predicted") else "--" if name.startswith("oracle") else ":"
             axis.plot(*np.array(points).T, style, marker="o", ms=4, lw=2 if style == "-" else 1.2, label=name)
         axis.axhline(1.02, color="grey", lw=0.8, ls=":")
         axis.set(title=f"{kind}, {tokens} tokens", xlabel="computed density", yscale="log", ylim=(0.98, 2.5))
