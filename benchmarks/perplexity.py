@@ -197,8 +197,9 @@ def open_subject(folder: Path, artifact: Artifact) -> Subject:
     return Subject(folder, artifact, teacher, attach_artifact(teacher, artifact), positional_of(artifact.card))
 
 
+@functools.cache
 def _points(subject: Subject, on_progress: OnProgress) -> list[Points]:
-    """What the budgets of the heads are chosen from."""
+    """What the budgets of the heads are chosen from, at every length the same."""
     heldout = subject.folder / "shards" / "heldout"
     return held_points(
         heldout,

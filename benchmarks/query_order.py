@@ -1,6 +1,6 @@
 """Would tiles of similar queries, in place of neighbours, compute less? Their density at full recall, by order.
 
-    python -m benchmarks.query_order --data runs/minilm [--tiles 16 32] [--instances 8] [--json docs/figures/query_order.json]
+    python -m benchmarks.query_order --data runs/minilm [--tiles 16 32] [--instances 8] [--json FILE]
 
 A tile computes every key that one of its rows needs. Its rows are neighbours in the text, or similar ones: rows are
 halved at the median along their main direction until a tile is full, by projected queries (what a predictor could sort

@@ -4,6 +4,8 @@ Window, global, predicted keys and every query itself are merged here, so that o
 pair counts twice. A tile's list may hold more than a row needs: with entmax that changes nothing but the cost.
 """
 
+import functools
+import operator
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -205,8 +207,8 @@ def _mark(marks: np.ndarray, tiles: QueryTiles, pattern: Pattern, legal: Legal, 
             others.append(leaf)
     place = (tiles.batch, tiles.start, tiles.rows, tiles.alone)
     mark_positions(marks, *place, real, first, global_counts(pattern, legal), radius, offset, causal)
-    for leaf in others:
-        _mark_any(marks, tiles, leaf, legal, ctx)
+    if others:
+        _mark_any(marks, tiles, functools.reduce(operator.or_, others), legal, ctx)
 
 
 def _mark_any(marks: np.ndarray, tiles: QueryTiles, pattern: Pattern, legal: Legal, ctx: Context) -> None:

@@ -142,6 +142,15 @@ def union_leaves(pattern: Pattern) -> Iterator[Pattern]:
         yield pattern
 
 
+def by_block(met: Callable[[Tensor, Tensor], Tensor], block: int, query: Tensor, key: Tensor) -> Tensor:
+    """`met` of the blocks that positions lie in; on a grid of them one pair of blocks stands for all its pairs."""
+    query, key = query // block, key // block
+    if block == 1 or query.dim() != 2 or query.shape[1] != 1 or key.shape[:1] != (1,):
+        return met(query, key)
+    (rows, row_at), (keys, key_at) = (torch.unique(x.flatten(), return_inverse=True) for x in (query, key))
+    return met(rows[:, None], keys[None, :])[row_at][:, key_at]
+
+
 def materialize(pattern: Pattern, legal: Legal, b: int, h: int, ctx: Context | None = None) -> Bool[Tensor, "N M"]:
     """All pairs of one item and head that are allowed and legal (one head at a time: never `[B, H, N, M]`).
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsefinder.errors import PatternError
-from sparsefinder.patterns.algebra import Context, Pattern
+from sparsefinder.patterns.algebra import Context, Pattern, by_block
 
 LARGEST = 2**31 - 1
 
@@ -192,5 +192,7 @@ class BlockDiagonal(Pattern):
         require_whole("block radius", self.radius, 0)
 
     def allows(self, ctx: Context, b: int | Tensor, h: int | Tensor, i: Tensor, j: Tensor) -> Tensor:
-        query, key = ctx.query_position(b, i) // self.block, ctx.key_position(b, j) // self.block
-        return (query - key).abs() <= self.radius
+        def near(query: Tensor, key: Tensor) -> Tensor:
+            return (query - key).abs() <= self.radius
+
+        return by_block(near, self.block, ctx.query_position(b, i), ctx.key_position(b, j))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsefinder.errors import PatternError
-from sparsefinder.patterns.algebra import Context, Pattern
+from sparsefinder.patterns.algebra import Context, Pattern, by_block
 from sparsefinder.patterns.positional import require_whole
 
 WORD = 0xFFFFFFFF
@@ -73,11 +73,13 @@ def _is_drawn(
     i: Tensor,
     j: Tensor,
 ) -> Tensor:
-    row, key = ctx.query_position(b, i) // block, ctx.key_position(b, j) // block
-    met = torch.zeros_like(row + key, dtype=torch.bool)
-    for drawn in draws(pattern, ctx, b, h, row):
-        met = met | (drawn == key)
-    return met
+    def met(row: Tensor, key: Tensor) -> Tensor:
+        found = torch.zeros_like(row + key, dtype=torch.bool)
+        for drawn in draws(pattern, ctx, b, h, row):
+            found = found | (drawn == key)
+        return found
+
+    return by_block(met, block, ctx.query_position(b, i), ctx.key_position(b, j))
 
 
 def draws(

@@ -1,5 +1,6 @@
 """Needles in long texts of a causal teacher: dense, predicted, and fixed patterns at the density of the predicted."""
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -66,13 +67,14 @@ def predicted_plans(artifact: Artifact) -> PlanFor:
 
 
 def at_density(make: Callable[[int], Pattern], sizes: Sequence[int], density: float, tokens: int, tile: int) -> Pattern:
-    """The first of these growing sizes whose causal plan computes at least `density` of the pairs (or the last)."""
+    """The least of these growing sizes whose causal plan computes at least `density` of the pairs (or the last)."""
     legal = legal_full(1, tokens, tokens, causal=True)
-    for size in sizes:
-        plan = build_plan(make(size), legal, tile, heads=1)
-        if float(computed_pairs(plan)[0, 0]) >= density * legal.count(0):
-            return make(size)
-    return make(sizes[-1])
+
+    def computed(size: int) -> float:
+        return float(computed_pairs(build_plan(make(size), legal, tile, heads=1))[0, 0])
+
+    found = bisect.bisect_left(sizes, density * legal.count(0), key=computed)
+    return make(sizes[min(found, len(sizes) - 1)])
 
 
 def rivals(density: float, tokens: int, tile: int) -> dict[str, Pattern]:
