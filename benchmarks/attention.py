@@ -1,6 +1,6 @@
 """Sparse attention against dense attention and others, one layer at a time: prediction and plan are paid for.
 
-    python -m benchmarks.attention --data runs/smollm2 runs/smollm2-twin-t8 [--rounds 5] [--quick]
+    python -m benchmarks.attention --data runs/smollm2 runs/smollm2-8192 [--rounds 5] [--quick]
                                    [--json docs/figures/attention.json] [--picture docs/figures/attention_scaling.png]
 
 One process, nothing in parallel: every rival in turn, `--rounds` times, after a round that compiles. Ratios are medians
@@ -14,8 +14,9 @@ of the rounds' ratios. Four parts, `--parts`:
     bidirectional  a padded batch of four through a layer of ModernBERT-base's shape: random weights, speed only
     scaling        one causal layer of random numbers, 1k to 32k tokens: time, and peaks of memory
 
-Cuts are chosen for the mean mass of the measured layers on held-out text of the run's own length. Mass at each length
-is that of evenly spread rows of one text.
+Of several runs with the same attention each length is served by the one that was fitted at it, or at the next greater
+one. Cuts are chosen for the mean mass of the measured layers on held-out text of the run's own length. Mass at each
+length is that of evenly spread rows of one text.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks.attention_random import bidirectional, random_rows
 from benchmarks.attention_real import Rivals, calibrated, calls_of, points_of, real_rows
 from benchmarks.attention_scaling import scaling_rows
 from benchmarks.paired import hardware
-from benchmarks.perplexity import attention_name, held_out_texts, open_subject
+from benchmarks.perplexity import attention_name, fitted_at, held_out_texts, open_subject, serving
 from sparsefinder.artifact import load
 from sparsefinder.threads import limit_threads
 from training.progress_bar import progress
@@ -95,17 +96,19 @@ def _scaling(options: argparse.Namespace, on_progress: OnProgress) -> Iterator[R
 
 def _real(options: argparse.Namespace, on_progress: OnProgress) -> Iterator[Row]:
     rivals = Rivals(options.package, options.layers[0], min(options.tokens))
-    for folder in options.data:
+    lengths = {folder: [n for n in options.tokens if folder in serving(options.data, n)] for folder in options.data}
+    for folder in filter(lengths.get, options.data):
         subject = open_subject(folder, load(folder / "artifact"))
         name = attention_name(subject.artifact)
         if options.crossover == "measured":
             subject.attached.load_crossover()
         points = points_of(subject, options.layers, lambda done, n, name=name: on_progress(f"points, {name}", done, n))  # type: ignore[misc]
         served = {mass: calibrated(subject, options.layers, points, mass) for mass in options.masses}
-        for tokens in options.tokens:
+        for tokens in lengths[folder]:
             (text,) = held_out_texts(subject.teacher, options.text, tokens, 1, options.seed)
             for done, call in enumerate(calls_of(subject, options.layers, text), 1):
-                yield from real_rows(subject, call, served, rivals, options.rounds)
+                rows = real_rows(subject, call, served, rivals, options.rounds)
+                yield from (row | {"fitted_at": fitted_at(folder)} for row in rows)
                 on_progress(f"{name}, {tokens} tokens", done, len(options.layers))
 
 

@@ -107,11 +107,11 @@ def _real(rows: Sequence[Row]) -> str:
         ran = " ".join(f"{sum(row['ran'] == mode for row in own)} {mode}" for mode in ("sparse", "dense"))
         best = ratio(summed([row["ms"]["dense"] for row in own]), summed([row["ms"]["auto"] for row in own]))
         times = [f"{value:.1f}" for value in (*ms, sum(ms))]
-        facts = [attention, f"{mass:g}", str(tokens), f"{means[0]:.3f}", f"{means[1]:.1%}"]
+        facts = [attention, f"{mass:g}", str(tokens), str(own[0]["fitted_at"]), f"{means[0]:.3f}", f"{means[1]:.1%}"]
         lines.append([*facts, *times, *(_cell(against(own, way)) for way in RIVALS.values()), ran, f"{best:.2f}"])
         parts = [statistics.fmean(row["shares"][part] for row in own) for part in PARTS]
         shares.append([attention, f"{mass:g}", str(tokens), *(f"{share:.0%}" for share in parts)])
-    head = ["attention", "aim", "tokens", "mass", "density", "predict + plan, ms", "attend, ms", "sum, ms"]
+    head = ["attention", "aim", "tokens", "fitted at", "mass", "density", "predict + plan, ms", "attend, ms", "sum, ms"]
     head += [f"{name} / ours" for name in RIVALS] + ["`auto` ran", "dense / `auto`"]
     told = "Where the time goes (rest: checks of what comes in).\n"
     return "\n".join([text, table(head, lines), "", told, table(["attention", "aim", "tokens", *PARTS], shares)])

@@ -1,12 +1,13 @@
 """Whole models with sparse attention: tokens a second of every mode beside the quality of what it says.
 
-    python -m benchmarks.end_to_end --data runs/smollm2 runs/smollm2-twin-t8 [--mass 0.95] [--rounds 3] [--quick]
+    python -m benchmarks.end_to_end --data runs/smollm2 runs/smollm2-8192 [--mass 0.95] [--rounds 3] [--quick]
                                     [--json docs/figures/end_to_end.json]
 
-Scoring (the loss of every next token) of one held-out text of 2048, 4096 and 8192 tokens by the causal runs, and
-embeddings of 128, 256 and 512 tokens, 1 and 16 texts at once, by the shipped encoder. Modes: `original` (the untouched
-softmax model, torch's fused attention), and of every artifact `dense`, `sparse`, `exact` (entmax only) and `auto`. All
-of a length take turns in one process, `--rounds` times after a first round, which compiles and says the quality:
+Scoring (the loss of every next token) of one held-out text of 2048, 4096 and 8192 tokens by the causal runs (of
+several with the same attention, by the one that was fitted at the length or at the next greater one), and embeddings
+of 128, 256 and 512 tokens, 1 and 16 texts at once, by the shipped encoder. Modes: `original` (the untouched softmax
+model, torch's fused attention), and of every artifact `dense`, `sparse`, `exact` (entmax only) and `auto`. All of a
+length take turns in one process, `--rounds` times after a first round, which compiles and says the quality:
 perplexity, or the cosine to `original`. Prediction and plan are part of every pass.
 """
 
@@ -27,7 +28,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from benchmarks.attention_real import calibrated, points_of
 from benchmarks.paired import hardware, paired, shares
-from benchmarks.perplexity import Subject, attention_name, held_out_texts, open_subject
+from benchmarks.perplexity import Subject, attention_name, held_out_texts, open_subject, serving
 from sparsefinder.artifact import load
 from sparsefinder.hf import Attached, LayerCall, Mode
 from sparsefinder.plan import computed_pairs
@@ -84,9 +85,10 @@ def _scoring(options: argparse.Namespace, on_progress: OnProgress) -> Iterator[R
         return
     subjects = [_subject(folder, options, on_progress) for folder in options.data]
     original = load_teacher(subjects[0].artifact.card.teacher)
-    ways = _ways(original, subjects)
     for done, tokens in enumerate(options.tokens):
         on_progress("scoring", done, len(options.tokens))
+        served = serving(options.data, tokens)
+        ways = _ways(original, [subject for subject in subjects if subject.folder in served])
         (text,) = held_out_texts(original, options.text, tokens, 1, options.seed)
         yield from _rows(ways, functools.partial(perplexity, text=text), tokens, 1, options.rounds, float)
 

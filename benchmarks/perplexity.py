@@ -163,7 +163,7 @@ def _predicted(
         points = _points(subject, on_progress)
         _measure(subject.teacher, subject.attached, Row("dense", None, None), texts[:1], seen.append)
         made = predicted(artifact.layers, points, seen, subject.positional, artifact.card.tile_size, options.aims)
-        name = f"predicted, fitted at {read_manifest(folder / 'shards' / 'train')['tokens']}"
+        name = f"predicted, fitted at {fitted_at(folder)}"
         rows = (_compared(subject, replace(row, name=name), texts, dense) for row in made)
         return {"rows": _shown(rows, len(options.aims), on_step)}
 
@@ -189,6 +189,22 @@ def _show(row: dict[str, Any]) -> None:
 def attention_name(artifact: Artifact) -> str:
     """softmax, or entmax with its α."""
     return "softmax" if artifact.card.alpha == 1 else f"{artifact.card.alpha}-entmax"
+
+
+def fitted_at(folder: Path) -> int:
+    """Tokens of the texts that a run's predictors were fitted and cut on."""
+    return int(read_manifest(folder / "shards" / "heldout")["tokens"])
+
+
+def serving(folders: Sequence[Path], tokens: int) -> list[Path]:
+    """For texts of a length, of every kind of attention the run that was fitted at that length or at the next greater
+    one; at the greatest where there is none."""
+    found: dict[str, Path] = {}
+    for folder in sorted(folders, key=fitted_at, reverse=True):
+        name = attention_name(load(folder / "artifact"))
+        if name not in found or fitted_at(folder) >= tokens:
+            found[name] = folder
+    return [folder for folder in folders if folder in found.values()]
 
 
 def open_subject(folder: Path, artifact: Artifact) -> Subject:

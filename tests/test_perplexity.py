@@ -1,11 +1,13 @@
 """The benchmark of perplexity: densities aimed at, the oracle against loops, the dense row against the model."""
 
 import math
+from pathlib import Path
 
 import pytest
 import tiny_llama
 import torch
 
+from benchmarks import perplexity
 from benchmarks.perplexity import _about, _measure, _options
 from benchmarks.perplexity_page import page, twin_section
 from benchmarks.perplexity_rows import PooledMass, Row, _nearest, content_rows, positional_rows, predicted
@@ -150,3 +152,13 @@ def test_the_steps_to_entmax_stand_beside_softmax():
     text = twin_section({"about": about, "rows": rows})
     assert "| attention | 32 tokens | 64 tokens |" in text
     assert "| scales | 9.00 (1.125) @ 5.0% | 9.00 (1.125) @ 5.0% |" in text
+
+
+def test_a_length_is_served_by_the_run_fitted_at_it_or_the_next_greater_one(monkeypatch):
+    names = {"short": ("softmax", 64), "long": ("softmax", 256), "twin": ("1.5-entmax", 64)}
+    monkeypatch.setattr(perplexity, "fitted_at", lambda folder: names[folder.name][1])
+    monkeypatch.setattr(perplexity, "load", lambda path: path.parent.name)
+    monkeypatch.setattr(perplexity, "attention_name", lambda name: names[name][0])
+    runs = [Path(name) for name in names]
+    for tokens, softmax in ((32, "short"), (64, "short"), (65, "long"), (999, "long")):
+        assert [folder.name for folder in perplexity.serving(runs, tokens)] == [softmax, "twin"]
