@@ -41,7 +41,7 @@ from training.sweep_workers import read_works
 from training.versions import versions
 
 BATCH = 4
-CHUNKS, QUICK_CHUNKS = 24, 12
+CHUNKS, QUICK_CHUNKS = 24, 6
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -134,14 +134,15 @@ def _rivals(
     on_progress: OnProgress,
 ) -> Study:
     """The dense row, the oracle's, and those of others' patterns for the first run: all that no predictor changes."""
-    baselines, ids = folder == options.data[0], json_digest({"ids": texts})
+    baselines = options.baseline_aims if folder == options.data[0] else []
+    ids = json_digest({"ids": texts})
     settings = _attention(artifact) | {"aims": options.aims, "baselines": baselines, "texts": ids}
-    count = 1 + len(options.aims) + baselines * FAMILIES * len(BASELINE_AIMS)
+    count = 1 + len(options.aims) + FAMILIES * len(baselines)
 
     def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
         subject = opened(folder, artifact)
         routing = _routing(subject, on_progress) if baselines else None
-        return {"rows": _shown(_rival_rows(subject, texts, options.aims, routing), count, on_step)}
+        return {"rows": _shown(_rival_rows(subject, texts, options, routing), count, on_step)}
 
     return Study(f"rivals-{attention_name(artifact)}-{len(texts[0])}", settings, make)
 
@@ -238,7 +239,7 @@ def _routing(subject: Subject, on_progress: OnProgress) -> list[Routing]:
 
 
 def _rival_rows(
-    subject: Subject, texts: list[list[int]], aims: Sequence[float], routing: list[Routing] | None
+    subject: Subject, texts: list[list[int]], options: argparse.Namespace, routing: list[Routing] | None
 ) -> Iterator[dict[str, Any]]:
     """The dense row first, which the others are compared with; routing: None = no baselines."""
     card, seen = subject.artifact.card, list[LayerInput]()
@@ -250,10 +251,10 @@ def _rival_rows(
 
     dense = _measure(subject.teacher, subject.attached, Row("dense", None, None), texts, watch)
     yield dense | {"to_dense": 1.0}
-    rows = [oracle.rows(aims)]
+    rows, size = [oracle.rows(options.aims)], card.tile_size
     if routing is not None:
-        rows.append(positional_rows(len(texts[0]), card.heads, card.tile_size, BASELINE_AIMS))
-        rows.append(content_rows(seen, routing, subject.positional, card.tile_size, BASELINE_AIMS))
+        rows.append(positional_rows(len(texts[0]), card.heads, size, options.baseline_aims))
+        rows.append(content_rows(seen, routing, subject.positional, size, options.baseline_aims))
     for row in itertools.chain(*rows):
         yield _compared(subject, row, texts, dense["perplexity"])
 
@@ -309,17 +310,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders of runs: artifact and shards")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of the texts")
     parser.add_argument("--aims", type=float, nargs="+", default=list(AIMS), help="computed densities of our own rows")
+    parser.add_argument(
+        "--baseline-aims", type=float, nargs="+", default=list(BASELINE_AIMS), help="and those of others' patterns"
+    )
     parser.add_argument("--read", type=int, default=READ, help="tokens that are read at each length, in all")
     parser.add_argument("--least", type=int, default=LEAST, help="texts of each length, whatever --read says")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
     parser.add_argument("--runs", type=Path, default=Path("runs/perplexity"), help="folder of finished tables")
     parser.add_argument("--last-first", action="store_true", help="from the end (for a second process)")
-    parser.add_argument("--quick", action="store_true", help="one text of 1024 tokens at two densities")
+    parser.add_argument("--quick", action="store_true", help="one text of 1024 tokens at one density")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.read, options.least, options.aims = [1024], 1024, 1, [0.1, 0.3]
+        options.tokens, options.read, options.least, options.aims = [1024], 1024, 1, [0.3]
+        options.baseline_aims = [0.3]
         options.runs = options.runs / "quick"
     return options
 
