@@ -1,7 +1,7 @@
 """Tasks with known answers: copying, memories, cross-attention that copies and reverses, needles; docs/tasks.md.
 
     python -m benchmarks.tasks [--runs runs/tasks] [--quick] [--only copy]
-                               [--needle ARTIFACT] [--json docs/figures/tasks.json] [--page docs/tasks.md]
+                               [--needle ARTIFACT ...] [--json docs/figures/tasks.json] [--page docs/tasks.md]
 
 Every run leaves one JSON file in --runs when it ends; what is there is not run again, so the command can be stopped
 with Ctrl-C and started again at any time. Prints the tables of what has been run. `--quick` (its own folder, too few
@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/tasks"), help="folder of finished runs")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--needle", help="artifact of a causal teacher, whose needle runs are added")
+    parser.add_argument(
+        "--needle", nargs="+", default=[], help="artifacts of causal teachers, for needles in long text"
+    )
     parser.add_argument("--only", default="", help="only runs whose names begin so (kernels, cross, memory, copy)")
     parser.add_argument("--last-first", action="store_true", help="from the end (for a second process)")
     parser.add_argument("--print-only", action="store_true", help="no new runs, tables of what is there")
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.runs / "quick" if options.quick else options.runs
     studies = all_studies(quick_scale() if options.quick else Scale())
-    studies += needle_studies(NeedleRun(options.needle)) if options.needle else []
+    studies += [study for artifact in options.needle for study in needle_studies(NeedleRun(artifact))]
     wanted = [study for study in studies if study.name.startswith(options.only)]
     order = wanted[::-1] if options.last_first else wanted
     began, code = time.perf_counter(), 0

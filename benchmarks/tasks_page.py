@@ -30,6 +30,7 @@ def make_page(about: Mapping[str, Any], runs: Runs) -> str:
         cross_part(runs),
         claim_part(runs),
         memory_part(runs),
+        needle_part(runs),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -131,10 +132,26 @@ Predicted rows keep a fixed share of the source per target row, by low-rank maps
 
 
 def needle_part(runs: Runs) -> str:
-    """Whether the hidden number is found, by length and way to attend."""
+    """Whether the hidden number is found, by artifact, length and way to attend."""
     rows = rows_of(runs, "needle-")
-    lengths = sorted({row["settings"]["tokens"] for row in rows})
-    lines = []
+    parts = []
+    for name in dict.fromkeys(row["settings"]["run"] for row in rows):
+        own = [row for row in rows if row["settings"]["run"] == name]
+        parts.append(f"Artifact of `{name}`:\n\n{_needles(own)}")
+    if not parts:
+        return ""
+    told = "\n\n".join(parts)
+    return f"""## Needle: a number hidden in long text
+
+A causal teacher is asked for a number that stands once in the text, at several depths. A cell is the share of texts in
+which every token of the number is the model's first choice (log-probability of the number, gold recall: share of heads
+whose plan lets the answer read the number, computed density). Fixed patterns compute at least as much as the predicted.
+
+{told}"""
+
+
+def _needles(rows: list[dict[str, Any]]) -> str:
+    lengths, lines = sorted({row["settings"]["tokens"] for row in rows}), []
     for name in dict.fromkeys(row["name"] for row in rows):
         cells = []
         for length in lengths:
@@ -146,16 +163,7 @@ def needle_part(runs: Runs) -> str:
             sparse = "" if math.isnan(recall) else f", {recall:.2f}, {computed:.1%}"
             cells.append(f"{found:.0%} ({said:.1f}{sparse})" if own else "")
         lines.append([name, *cells])
-    body = table(["pairs", *(f"{length} tokens" for length in lengths)], lines)
-    if not body:
-        return ""
-    return f"""## Needle: a number hidden in long text
-
-A causal teacher is asked for a number that stands once in the text, at several depths. A cell is the share of texts in
-which every token of the number is the model's first choice (log-probability of the number, gold recall: share of heads
-whose plan lets the answer read the number, computed density). Fixed patterns compute at least as much as the predicted.
-
-{body}"""
+    return table(["pairs", *(f"{length} tokens" for length in lengths)], lines)
 
 
 def claim_part(runs: Runs) -> str:

@@ -1,5 +1,7 @@
 """The page of the tasks: verdicts follow the figures, tables show what was run and leave out what was not."""
 
+import math
+
 import pytest
 
 from benchmarks.tasks import describe, main
@@ -130,3 +132,23 @@ def test_ctrl_c_prints_what_is_there(tmp_path, capsys, monkeypatch):
 def test_unknown_options_are_refused():
     with pytest.raises(SystemExit):
         main(["--fast"])
+
+
+def test_needles_are_told_for_every_artifact():
+    dense = {"found": 1.0, "log_probability": -0.5, "recall": math.nan, "computed": math.nan}
+    lost = {"found": 0.0, "log_probability": -9.0, "recall": 0.25, "computed": 0.1}
+    runs = {
+        f"needle-{name}-64-{depth}": {
+            "settings": {"run": name, "tokens": 64},
+            "figures": {
+                "rows": {"dense": dense, "predicted": dense | lost if depth == 10 else dense | lost | {"found": 1.0}}
+            },
+            "cpu_seconds": 1.0,
+        }
+        for name in ("first", "second")
+        for depth in (10, 90)
+    }
+    page = make_page(describe(runs, 4), runs)
+    assert page.count("| dense | 100% (-0.5) |") == 2
+    assert page.count("| predicted | 50% (-9.0, 0.25, 10.0%) |") == 2
+    assert "Artifact of `second`" in page

@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,11 +40,12 @@ class NeedleRun:
 
 def needle_studies(run: NeedleRun) -> list[Study]:
     """One run for every length and depth. The teacher is loaded when the first is made, and kept."""
-    opened = cache(partial(_open, run.artifact))
-    about = {"artifact": load(run.artifact).card.version, "texts": run.texts, "numbers": run.numbers}
+    opened, folder = cache(partial(_open, run.artifact)), Path(run.artifact)
+    name = folder.parent.name if folder.name == "artifact" else folder.name  # a run's, or its own
+    about = {"run": name, "artifact": load(folder).card.version, "texts": run.texts, "numbers": run.numbers}
     return [
         Study(
-            f"needle-{tokens}-{round(100 * depth)}",
+            f"needle-{name}-{tokens}-{round(100 * depth)}",
             {**about, "tokens": tokens, "depth": depth},
             partial(_needles, opened, run, tokens, depth),
         )
