@@ -161,7 +161,7 @@ def _predicted(
 
     def make(on_step: Callable[[int, int], None]) -> dict[str, Any]:
         subject, seen = opened(folder, artifact), list[LayerInput]()
-        points = _points(subject, on_progress)
+        points = _points(subject, 1 if options.quick else None, on_progress)
         _measure(subject.teacher, subject.attached, Row("dense", None, None), texts[:1], seen.append)
         made = predicted(artifact.layers, points, seen, subject.positional, artifact.card.tile_size, options.aims)
         name = f"predicted, fitted at {fitted_at(folder)}"
@@ -215,15 +215,15 @@ def open_subject(folder: Path, artifact: Artifact) -> Subject:
 
 
 @functools.cache
-def _points(subject: Subject, on_progress: OnProgress) -> list[Points]:
-    """What the budgets of the heads are chosen from, at every length the same."""
+def _points(subject: Subject, most: int | None, on_progress: OnProgress) -> list[Points]:
+    """What the budgets of the heads are chosen from, at every length the same; most: texts (None = all for that)."""
     heldout = subject.folder / "shards" / "heldout"
     return held_points(
         heldout,
         [cuttable(layer) for layer in subject.artifact.layers],
         subject.positional,
         subject.artifact.card.tile_size,
-        calibration_items(read_manifest(heldout)["instances"]),
+        calibration_items(read_manifest(heldout)["instances"])[:most],
         on_layer=lambda done, n: on_progress("points", done, n),
     )
 
