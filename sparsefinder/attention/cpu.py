@@ -31,7 +31,7 @@ def attend_cpu(call: Call, plan: Plan) -> Tensor:
     lists = [x.numpy() for x in (plan.offsets, plan.keys, plan.first_row)]
     width, height = int(lengths.max()), int(plan.tile_rows.max())
     scales, (bias, floor) = kernel_array(call.scales), bias_and_floor(call)
-    with threads_for(int(plan.keys.shape[0]) * height * call.dims.dim // 8) as parts:
+    with threads_for(int(plan.keys.shape[0]) * height * call.dims.dim // 2) as parts:
         attend_tiles(q, k, v, out.numpy(), scales, bias, *tiles, *lists, width, height, float(call.alpha), floor, parts)
     return out.transpose(1, 2)
 

@@ -20,7 +20,9 @@ from app.model import Content, ModelLoader, ServedModel, kept_keys, label
 from app.servable import Forward
 from app.settings import load_settings
 from app.telemetry import Telemetry
+from sparsefinder import hf_attached
 from sparsefinder.artifact import load
+from sparsefinder.attention.crossover import Crossover, Times
 from sparsefinder.entmax import support
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.patterns.positional import GlobalTokens, window
@@ -108,16 +110,16 @@ def test_exact_is_dense_whatever_the_plan_left_out(client: TestClient) -> None:
         assert 0 < repair["repaired"] <= repair["rows"] - repair["proven"]
 
 
-def test_auto_is_the_path_that_it_says(client: TestClient) -> None:
-    seen = set()
-    for text in (SHORT, LONG):
-        answer = embed(client, text, attention="auto").json()
-        paths = [layer["ran"] for layer in answer["sparsefinder"]["layers"]]
-        assert all(set(ran) <= {"sparse", "dense"} and sum(ran.values()) == 1 for ran in paths)
-        (path,) = {next(iter(ran)) for ran in paths}  # both layers of this model are alike
-        assert [item["embedding"] for item in answer["data"]] == vectors(client, text, attention=path).tolist()
-        seen.add(path)
-    assert seen == {"dense", "sparse"}
+def test_auto_is_the_path_that_it_says(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, long = Times(4, 1e-5, 1e-3, (0.01, 1.0), (1e-3, 1e-3)), Times(512, 1.0, 1e-3, (0.01, 1.0), (1e-3, 2.0))
+    table = ((1, (short, long)),)
+    monkeypatch.setattr(hf_attached, "shipped_crossover", lambda setting, device: Crossover(setting, table))
+    settings = load_settings(teacher=str(root / "teacher"), artifact=root / "few", device="cpu")
+    with serving(settings, ModelLoader(settings.teacher, settings.device, "default")) as client:
+        for text, path in ((SHORT, "dense"), (LONG, "sparse")):
+            answer = embed(client, text, attention="auto").json()
+            assert [layer["ran"] for layer in answer["sparsefinder"]["layers"]] == [{path: 1}] * 2
+            assert [item["embedding"] for item in answer["data"]] == vectors(client, text, attention=path).tolist()
 
 
 def test_density_is_what_the_plans_say(client: TestClient, model: ServedModel) -> None:
