@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, ScalarFormatter
 
 from benchmarks.attention_page import SCALING_WAYS, Row, exponents, medians
 
@@ -25,6 +26,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         axis.minorticks_off()
         axis.legend(fontsize=8)
+    # Peaks span less than a power of ten, where matplotlib's own ticks would name none.
+    memory.yaxis.set_major_locator(LogLocator(subs=range(1, 10)))
+    memory.yaxis.set_major_formatter(ScalarFormatter())
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DOTS)
