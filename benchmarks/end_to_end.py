@@ -40,6 +40,7 @@ from training.tasks.runs import OnProgress, write_json
 from training.versions import versions
 
 SCORED, EMBEDDED, BATCHES = (2048, 4096, 8192), (128, 256, 512), (1, 16)
+QUICK = 512  # tokens that the quick form scores
 PIECE = 512  # positions whose logits exist at a time
 Row = dict[str, Any]
 Pass = Callable[[Teacher], Any]
@@ -200,12 +201,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="0 = as many as torch chooses")
     parser.add_argument("--text", type=Path, action="append", default=[], help="UTF-8 file instead of the default text")
-    parser.add_argument("--quick", action="store_true", help="the shortest text of each kind, one round")
+    parser.add_argument("--quick", action="store_true", help="one short text of each kind, one round, no --mass")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.short, options.rounds = options.tokens[:1], options.short[:1], 1
+        options.tokens, options.short, options.rounds, options.mass = [QUICK], options.short[:1], 1, None
     return options
 
 
