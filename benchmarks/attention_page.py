@@ -100,7 +100,8 @@ def _real(rows: Sequence[Row]) -> str:
         "times are means over them, ratios are of their sums. Mass and density as measured there, of the plan. Ours is "
         "prediction, plan and attention. FlexAttention runs the plan's softmax in the first layer, its plan and block "
         f"mask given ({', '.join(forms) or 'not timed'}). BigBird is bidirectional, in blocks of 64, at the nearest "
-        f"possible density of all pairs: that of ours, but for its least ({', '.join(dict.fromkeys(wide)) or 'never'}).\n"
+        "possible density of all pairs: that of ours, but for its least "
+        f"({', '.join(dict.fromkeys(wide)) or 'never'}).\n"
     )
     lines, shares = [], []
     for attention, tokens, mass, own in groups(rows):
