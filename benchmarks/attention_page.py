@@ -95,13 +95,13 @@ def _real(rows: Sequence[Row]) -> str:
     forms = sorted({f"{row['flex']} at {row['tokens']}" for row in rows if "flex" in row})
     blocks = [(row["tokens"], row["bigbird_density"], row["density"]) for row in rows if "bigbird_density" in row]
     wide = [f"{theirs:.0%} at {tokens}" for tokens, theirs, ours in blocks if theirs > FAR * ours]
+    least = f", but for its least ({', '.join(dict.fromkeys(wide))})" if wide else ""
     text = (
         f"### Real queries and keys\n\nOne held-out text of each length, causal; layers {', '.join(map(str, layers))}: "
         "times are means over them, ratios are of their sums. Mass and density as measured there, of the plan. Ours is "
         "prediction, plan and attention. FlexAttention runs the plan's softmax in the first layer, its plan and block "
         f"mask given ({', '.join(forms) or 'not timed'}). BigBird is bidirectional, in blocks of 64, at the nearest "
-        "possible density of all pairs: that of ours, but for its least "
-        f"({', '.join(dict.fromkeys(wide)) or 'never'}).\n"
+        f"possible density of all pairs: {f'that of ours{least}' if blocks else 'not timed'}.\n"
     )
     lines, shares = [], []
     for attention, tokens, mass, own in groups(rows):
