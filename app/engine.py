@@ -1,11 +1,15 @@
-"""One model, one worker thread: every forward pass of the process runs there, one batch after the other."""
+"""One model, one worker thread: every forward pass of the process runs there, one batch after the other.
+
+Requests wait as items in a queue (see `batching`); whenever the worker is free, the next batch is formed of what waits,
+whoever asked for it. Tokens are made on a second thread, so that reading a text never delays a batch.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,11 +18,12 @@ import numpy as np
 
 from app import telemetry
 from app.audit import AuditedLayer, Auditor, Sample
+from app.batching import Item, Queue, Ticket, deliver, finite
 from app.errors import ApiError, non_finite
+from app.inputs import prepare
 from app.layers import ran_layer
 from app.schemas import Mode
-from app.servable import Answer, Counts, Description, Ids, Job, Loader, Servable, Vectors
-from sparsefinder.certificate import Repair
+from app.servable import Answer, Asked, Description, Ids, Lane, Loader, Servable
 from sparsefinder.errors import SparsefinderError
 
 Result = TypeVar("Result")
@@ -26,32 +31,6 @@ Result = TypeVar("Result")
 PROBE_TEXT = "The committee will meet on Tuesday, and nobody knows yet what it is going to decide about the old bridge."
 PROBE_SECONDS = 5.0
 RETRY = {"retry-after": "1"}
-
-
-@dataclass
-class _Total:
-    """Figures of the batches of one request."""
-
-    vectors: list[Vectors | None]
-    computed: Counts | int = 0
-    legal: int = 0
-    seconds: float = 0.0
-    ran: list[tuple[str, ...]] = field(default_factory=list)
-    repairs: list[tuple[Repair | None, ...]] = field(default_factory=list)
-    audits: list[tuple[AuditedLayer, ...]] = field(default_factory=list)
-
-
-def batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in groups of similar length, longest first; each has at most `max_tokens` padded tokens, or one item."""
-    groups: list[list[int]] = []
-    longest = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if groups and longest * (len(groups[-1]) + 1) <= max_tokens:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-            longest = lengths[index]
-    return groups
 
 
 class Engine:
@@ -62,21 +41,30 @@ class Engine:
         loader: Loader,
         folder: Path,
         auditor: Auditor,
+        queue: Queue,
         *,
         max_batch_tokens: int,
+        request_seconds: float,
         on_worker: Callable[[], None] | None = None,
     ):
         self.loader = loader
         self.folder = folder
         self.auditor = auditor
+        self.figures = auditor.figures
+        self.queue = queue
         self.max_batch_tokens = max_batch_tokens
+        self.request_seconds = request_seconds
         self.failure: BaseException | None = None
         self._model: Servable | None = None
         self._suspect = False
+        self._stopping = False
         self._reloading = asyncio.Lock()
-        self._later: set[asyncio.Task[None]] = set()
-        # The one thread that runs the model. A queue that joins requests into common batches belongs before it.
+        self._audits: deque[tuple[str, tuple[AuditedLayer, ...]]] = deque()
+        self._pump: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, "sparsefinder-worker", initializer=on_worker)
+        self._reader = ThreadPoolExecutor(1, "sparsefinder-reader")
+        self.figures.queue_items.set_function(lambda: queue.items)
+        self.figures.queue_tokens.set_function(lambda: queue.tokens)
 
     @property
     def model(self) -> Servable:
@@ -97,36 +85,53 @@ class Engine:
         except Exception as error:
             self.failure = error
             raise
+        self._pump = asyncio.create_task(self._serve_all())
 
     async def close(self) -> None:
-        """Finish what runs, then stop the worker."""
-        await asyncio.gather(*self._later, return_exceptions=True)
-        await asyncio.to_thread(self._worker.shutdown)
+        """Finish what waits and runs, then stop the threads."""
+        self._stopping = True
+        self.queue.arrived.set()
+        if self._pump is not None:
+            await self._pump
+        for pool in (self._worker, self._reader):
+            await asyncio.to_thread(pool.shutdown)
 
-    async def embed(self, job: Job) -> Answer:
-        """Embed one request, batch by batch, so that a short request waits for a batch of a long one and not for all.
+    async def read(self, work: Callable[[], Result]) -> Result:
+        """Run something of the model that is not a forward pass, beside the worker."""
+        return await self._on(self._reader, work)
+
+    async def ask(self, asked: Asked) -> Answer:
+        """Compute one request, in batches that it may share with others.
 
         Raises:
-            ApiError: 422 for an input that is blank, too long or no token of this model; 500 for NaN in the output;
-                503 before a model is loaded or while the process stops.
+            ApiError: 422 for an input that is blank, too long or no token of this model, or a request larger than the
+                queue; 429 where the queue is full; 500 for NaN in the output; 503 before a model is loaded or while the
+                process stops; 504 where the answer took longer than `request_seconds`.
         """
-        model = self.model  # the whole request is answered by this one, whatever is loaded meanwhile
-        ids, truncated = await self._run(partial(_prepare, model, job))
-        lengths = [len(item) for item in ids]
-        sample = self.auditor.choose(lengths) if job.mode == "sparse" else None
-        total = _Total([None] * len(ids))
-        for group in batches(lengths, self.max_batch_tokens):
-            here = sample.within(group) if sample else None
-            await self._run(partial(self._forward, model, ids, group, job.mode, here, total))
-        vectors = np.stack([vector for vector in total.vectors if vector is not None])
-        computed = np.asarray(total.computed)
-        shares = [float(share) for share in computed.mean(1) / total.legal]
-        layers = tuple(ran_layer(layer, share, total.ran, total.repairs) for layer, share in enumerate(shares))
-        if total.audits:
-            self._after(self._audit(model.description.version, total.audits))
-        return Answer(
-            vectors, tuple(lengths), truncated, model.description, float(np.mean(shares)), layers, total.seconds * 1000
-        )
+        model = self.model
+        try:
+            async with asyncio.timeout(self.request_seconds):
+                ids, truncated = await self._read_inputs(model, asked)
+                sample = self.auditor.choose([len(item) for item in ids]) if asked.lane.mode == "sparse" else None
+                ticket = Ticket(model, asked.lane, ids, sample)
+                self.queue.add(ticket)
+                try:
+                    await ticket.ready
+                finally:
+                    ticket.ready.cancel()  # where the client left or the time is up: its items are dropped
+        except TimeoutError:
+            message = f"no answer within {self.request_seconds:g} s; the request was dropped"
+            raise ApiError(504, "timeout", message, headers=RETRY) from None
+        return _answer(ticket, truncated)
+
+    async def _read_inputs(self, model: Servable, asked: Asked) -> tuple[list[Ids], tuple[bool, ...]]:
+        if self._stopping:
+            raise _stopping()
+        self.queue.begin_reading(len(asked.inputs))
+        try:
+            return await self.read(partial(prepare, model, asked))
+        finally:
+            self.queue.reading -= len(asked.inputs)
 
     async def ready(self) -> Description:
         """What serves. After a forward pass that failed, only a new one that succeeds makes the service ready again.
@@ -182,91 +187,99 @@ class Engine:
 
     def _probe(self, model: Servable, mode: Mode = "sparse") -> None:
         """On the worker: one forward pass must give finite vectors of the promised size."""
-        vectors = model.forward(model.tokenize([PROBE_TEXT]), mode, None).vectors
-        if vectors.shape != (1, model.description.dimensions):
-            raise SparsefinderError(f"probe: expected shape {(1, model.description.dimensions)}, got {vectors.shape}")
-        _require_finite(vectors)
+        about = model.description
+        task = about.tasks[0]
+        output = model.forward(model.tokenize([PROBE_TEXT]), Lane(task, mode), ()).outputs[0]
+        if task == "embed" and np.shape(output) != (about.dimensions,):
+            raise SparsefinderError(f"probe: expected shape {(about.dimensions,)}, got {np.shape(output)}")
+        if not finite(output):
+            raise non_finite()
 
-    def _forward(
-        self, model: Servable, ids: list[Ids], group: list[int], mode: Mode, sample: Sample | None, total: _Total
-    ) -> None:
-        """On the worker: one batch into `total`."""
-        started = time.perf_counter()
+    async def _serve_all(self) -> None:
+        """Serve batch after batch, and after each at most one audit, until the process stops and nothing waits."""
+        while self.queue or self._audits or not self._stopping:
+            if not self.queue and not self._audits and not self._stopping:
+                await self.queue.arrived.wait()
+            batch = self.queue.take(self.max_batch_tokens)
+            try:
+                if batch:
+                    await self._serve(batch)
+            except Exception as error:  # noqa: BLE001  (a bug here must fail its requests and not stop the loop)
+                telemetry.log("batch_lost", logging.ERROR, error)
+                for item in batch:
+                    item.ticket.fail(error)
+            if self._audits:
+                await self._audit(*self._audits.popleft())
+
+    async def _serve(self, batch: Sequence[Item]) -> None:
+        """Run one batch and answer whom it completes. Where it fails, each request in it is tried alone."""
+        first, now = batch[0].ticket, time.perf_counter()
+        for ticket in {id(item.ticket): item.ticket for item in batch}.values():
+            ticket.begun = ticket.begun or now
+        samples = [Sample(place, item.sample.rows) for place, item in enumerate(batch) if item.sample is not None]
+        ids = [item.ids for item in batch]
         try:
-            done = model.forward([ids[index] for index in group], mode, sample)
-            _require_finite(done.vectors)
-        except Exception:
+            done = await self._run(partial(first.model.forward, ids, first.lane, samples))
+        except Exception as error:  # noqa: BLE001  (whatever it is, it must reach its own client and no other)
             self._suspect = True
-            raise
-        self._suspect = False
-        for index, vector in zip(group, done.vectors, strict=True):
-            total.vectors[index] = vector
-        total.computed = total.computed + done.computed
-        total.legal += done.legal
-        total.seconds += time.perf_counter() - started
-        total.ran.append(done.ran)
-        total.repairs.append(done.repairs)
-        if done.audit:
-            total.audits.append(done.audit)
+            await self._serve_apart(batch, error)
+            return
+        seconds = time.perf_counter() - now
+        self._suspect = not all(map(finite, done.outputs))
+        self.queue.measured(sum(map(len, ids)), seconds)
+        self.figures.batch([len(item) for item in ids])
+        for ticket in deliver(batch, done, seconds):
+            if ticket.audit:
+                self._audits.append((ticket.model.description.version, ticket.audit))
 
-    async def _audit(self, version: str, audits: list[tuple[AuditedLayer, ...]]) -> None:
-        for layers in audits:
+    async def _serve_apart(self, batch: Sequence[Item], error: Exception) -> None:
+        tickets = {id(item.ticket): item.ticket for item in batch}
+        if len(tickets) == 1:
+            batch[0].ticket.fail(error)
+            return
+        telemetry.log("batch_failed", logging.WARNING, error, requests=len(tickets))
+        for ticket in tickets.values():
+            if not ticket.over:
+                await self._serve([item for item in batch if item.ticket is ticket])
+
+    async def _audit(self, version: str, layers: tuple[AuditedLayer, ...]) -> None:
+        """Measure one audited request; a failure there never reaches a client."""
+        try:
             await self._run(partial(self.auditor.record, version, layers))
-
-    def _after(self, work: Coroutine[Any, Any, None]) -> None:
-        """Let `work` run when the answer is on its way; a failure there never reaches a client."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._later.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._later.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
+        except Exception as error:  # noqa: BLE001
             self.auditor.failed()
             telemetry.log("audit_failed", logging.ERROR, error)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
+        return await self._on(self._worker, work)
+
+    async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
         try:
-            future = self._worker.submit(work)
+            future = pool.submit(work)
         except RuntimeError:
-            raise ApiError(503, "shutting_down", "the service is stopping", headers=RETRY) from None
+            raise _stopping() from None
         return await asyncio.wrap_future(future)
+
+
+def _answer(ticket: Ticket, truncated: tuple[bool, ...]) -> Answer:
+    computed: Any = np.asarray(ticket.computed)
+    shares = [float(share) for share in computed.mean(1) / ticket.legal]
+    begun = ticket.begun or ticket.arrived
+    return Answer(
+        outputs=tuple(ticket.outputs),
+        ids=tuple(ticket.ids),
+        truncated=truncated,
+        description=ticket.model.description,
+        density=float(np.mean(shares)),
+        layers=tuple(ran_layer(layer, share, ticket.ran, ticket.repairs) for layer, share in enumerate(shares)),
+        queue_ms=(begun - ticket.arrived) * 1000,
+        inference_ms=ticket.seconds * 1000,
+    )
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "shutting_down", "the service is stopping", headers=RETRY)
 
 
 def _serving(old: Description) -> str:
     return f"{old.artifact} {old.version} serves on"
-
-
-def _require_finite(vectors: Vectors) -> None:
-    if not np.isfinite(vectors).all():
-        raise non_finite()
-
-
-def _prepare(model: Servable, job: Job) -> tuple[list[Ids], tuple[bool, ...]]:
-    """Checked token ids of a request, and which items were cut."""
-    texts = [item for item in job.inputs if isinstance(item, str)]
-    ids = model.tokenize(texts) if texts else [list(item) for item in job.inputs if not isinstance(item, str)]
-    limit, truncated = model.description.max_tokens, []
-    for index, item in enumerate(ids):
-        param = "input" if job.single else f"input.{index}"
-        _check_ids(model, item, param, from_text=bool(texts))
-        truncated.append(len(item) > limit)
-        if truncated[-1] and not job.truncate:
-            message = f"{param}: expected at most {limit} tokens, got {len(item)}; set truncate to true to cut it"
-            raise ApiError(422, "input_too_long", message, param)
-    return [model.cut(item) if cut else item for item, cut in zip(ids, truncated, strict=True)], tuple(truncated)
-
-
-def _check_ids(model: Servable, ids: Ids, param: str, from_text: bool) -> None:
-    if from_text:
-        if model.blank(ids):
-            # One vector for every text that says nothing would look like an answer; OpenAI refuses those as well.
-            raise ApiError(422, "empty_input", f"{param}: expected a text with at least one token, got none", param)
-        return
-    vocabulary = model.description.vocabulary
-    bad = next((token for token in ids if not 0 <= token < vocabulary), None)
-    if bad is not None:
-        shown = bad if abs(bad) < 10**12 else "a larger number"
-        message = f"{param}: expected token ids from 0 to {vocabulary - 1}, got {shown}"
-        raise ApiError(422, "invalid_token", message, param)

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from app import errors, routes, telemetry
 from app.audit import Auditor
+from app.batching import Queue
 from app.engine import Engine
 from app.middleware import BodyLimit, Envelope
 from app.servable import Loader
@@ -34,7 +35,9 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
         loader,
         settings.artifact_path(),
         auditor,
+        Queue(settings.max_queue_items, settings.max_queue_tokens),
         max_batch_tokens=settings.max_batch_tokens,
+        request_seconds=settings.request_seconds,
         on_worker=lambda: _limit_threads(settings.threads),
     )
 

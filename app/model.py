@@ -1,8 +1,9 @@
 """The real model behind the service: a softmax teacher, its entmax twin, and an artifact's predictors."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
-from app.schemas import MODES, Mode
-from app.servable import Counts, Description, Forward, Ids
+from app.schemas import MODES
+from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector
 from app.settings import CrossoverSource
 from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.certificate import Repair
 from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.hf import Attached, LayerCall
-from sparsefinder.patterns.legal import Legal, legal_from_mask
+from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher, require_encoder, tokenize
 
@@ -120,60 +121,76 @@ class ServedModel:
         return [*ids[: limit - 1], ids[-1]] if ids[-1] in self._special else ids[:limit]
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[Ids], mode: Mode, sample: Sample | None) -> Forward:
-        """The embeddings of one batch, in the mode that was asked for and in no other."""
-        teacher = self._original if mode == "original" else self._twin
+    def forward(self, ids: Sequence[Ids], lane: Lane, samples: Sequence[Sample]) -> Forward:
+        """One batch, in the mode that was asked for and in no other."""
+        teacher = self._original if lane.mode == "original" else self._twin
         tokens, mask = batch(teacher, ids)
-        legal_pairs = legal_count(legal_from_mask(mask))
-        seen = _Observer(self.description.heads, sample, may_be_dense=mode in ("dense", "auto"))
-        if mode == "original":
-            vectors = embed(teacher, tokens, mask)
+        legal = legal_counts(Legal(mask, mask, causal=self.description.causal))
+        seen = _Observer(self.description.heads, samples, may_be_dense=lane.mode in ("dense", "auto"))
+        compute = partial(TASKS[lane.task], teacher, ids, tokens, mask, lane)
+        if lane.mode == "original":
+            outputs = compute()
             computed, ran = self._dense_pairs(mask), ("original",) * self.description.layers
         else:
-            with self._attached.using(mode, observe=seen):
-                vectors = embed(teacher, tokens, mask)
-            computed, ran = np.stack(seen.computed), tuple(seen.ran)
-        return Forward(
-            vectors.float().cpu().numpy(), computed, legal_pairs, ran, tuple(seen.audit), tuple(seen.repairs)
-        )
+            with self._attached.using(lane.mode, observe=seen):
+                outputs = compute()
+            computed, ran = np.stack(seen.computed, axis=1), tuple(seen.ran)
+        return Forward(outputs, computed, legal, ran, seen.audits, tuple(seen.repairs))
 
     def _dense_pairs(self, mask: Tensor) -> Counts:
-        """`[L, H]`: the pairs of each layer that exist, which in a sliding-window layer are few."""
-        rows = [legal_count(Legal(mask, mask, radius=caller.radius)) for caller in self._attached.callers]
-        return np.array(rows, dtype=np.int64)[:, None].repeat(self.description.heads, axis=1)
+        """`[B, L, H]`: the pairs of each layer that exist, which in a sliding-window layer are few."""
+        causal = self.description.causal
+        rows = [legal_counts(Legal(mask, mask, causal, radius=caller.radius)) for caller in self._attached.callers]
+        return np.stack(rows, axis=1)[:, :, None].repeat(self.description.heads, axis=2)
 
 
-def legal_count(legal: Legal) -> int:
-    """Legal pairs of a batch."""
-    return sum(legal.count(b) for b in range(legal.key_real.shape[0]))
+def legal_counts(legal: Legal) -> Counts:
+    """Legal pairs of each item of a batch."""
+    return np.array([legal.count(b) for b in range(legal.key_real.shape[0])], dtype=np.int64)
+
+
+def embeddings(teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane) -> list[Vector]:
+    """The task `embed`: one vector per item."""
+    return list(embed(teacher, tokens, mask).float().cpu().numpy())
+
+
+# What computes each task: from a padded batch, inside the mode that was asked for, to one output per item.
+Compute = Callable[[Teacher, Sequence[Ids], Tensor, Tensor, Lane], Sequence[Any]]
+TASKS: dict[Task, Compute] = {"embed": embeddings}
 
 
 class _Observer:
-    """Counts what each layer computed, and keeps the audited rows of one item (none of a sliding-window layer)."""
+    """Counts what each layer computed, and keeps the audited rows of some items (none of a sliding-window layer)."""
 
-    def __init__(self, heads: int, sample: Sample | None, may_be_dense: bool):
+    def __init__(self, heads: int, samples: Sequence[Sample], may_be_dense: bool):
         self.heads = heads
-        self.sample = sample
+        self.samples = samples
         self.may_be_dense = may_be_dense
-        self.computed: list[Any] = []
+        self.computed: list[Counts] = []  # [B, H] of each layer
         self.ran: list[str] = []
         self.repairs: list[Repair | None] = []
-        self.audit: list[AuditedLayer] = []
+        self._audited: list[list[AuditedLayer]] = [[] for _ in samples]
+
+    @property
+    def audits(self) -> tuple[tuple[AuditedLayer, ...], ...]:
+        """The audited layers of each sample."""
+        return tuple(map(tuple, self._audited))
 
     def __call__(self, call: LayerCall) -> None:
         """See one layer of a forward pass."""
         self.ran.append(call.ran)
         self.repairs.append(call.repair)
         if call.plan is not None:
-            # Scores that a proof needed are known for all heads together; answers show the mean over heads.
-            proof = 0 if call.repair is None else round(call.repair.survivors / self.heads)
-            self.computed.append(computed_pairs(call.plan).sum(0).cpu().numpy() + proof)
+            pairs = computed_pairs(call.plan).cpu().numpy()
+            if call.repair is not None:  # the scores of a proof are known for the whole batch: shared out evenly
+                pairs = pairs + round(call.repair.survivors / pairs.size)
+            self.computed.append(pairs)
         elif self.may_be_dense or call.legal.radius is not None:
-            self.computed.append(np.full(self.heads, legal_count(call.legal), dtype=np.int64))
+            self.computed.append(legal_counts(call.legal)[:, None].repeat(self.heads, axis=1))
         else:  # `sparse` or `exact` was asked for: a layer without a plan would be dense in silence
             raise IncompatibleModelError(f"layer {call.layer}: expected a plan, got none")
-        if self.sample is not None:
-            self.audit.append(audited_layer(call, self.sample))
+        for sample, audited in zip(self.samples, self._audited, strict=True):
+            audited.append(audited_layer(call, sample))
 
 
 def audited_layer(call: LayerCall, sample: Sample) -> AuditedLayer:

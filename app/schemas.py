@@ -32,15 +32,10 @@ class Strict(BaseModel):
 Parsed = TypeVar("Parsed", bound=Strict)
 
 
-class EmbeddingRequest(Strict):
-    """OpenAI's request, and two fields of ours: `attention` and `truncate`."""
+class Attended(Strict):
+    """What every request that runs the model may say."""
 
-    input: str | list[str] | list[int] | list[list[int]] = Field(
-        description="A text, texts, token ids, or lists of ids. Ids are read as they stand, special tokens included."
-    )
     model: Text | None = Field(None, description="The served model's name (see /v1/models).")
-    encoding_format: Literal["float", "base64"] = Field("float", description="base64 is little-endian float32.")
-    dimensions: int | None = Field(None, description="Only the model's own number of dimensions is supported.")
     user: Text | None = Field(None, description="Accepted for compatibility, neither used nor logged.")
     attention: Mode = Field(
         "sparse",
@@ -49,6 +44,14 @@ class EmbeddingRequest(Strict):
         " (entmax models on a CPU only), `auto` in every layer the faster one of `sparse` and `dense`.",
     )
     truncate: bool = Field(False, description="Cut over-long inputs (and say so) instead of refusing them.")
+
+
+class InputRequest(Attended):
+    """A request for one or many texts."""
+
+    input: str | list[str] | list[int] | list[list[int]] = Field(
+        description="A text, texts, token ids, or lists of ids. Ids are read as they stand, special tokens included."
+    )
 
     @field_validator("input", mode="before")
     @classmethod
@@ -62,6 +65,23 @@ class EmbeddingRequest(Strict):
         for index, item in enumerate(value):
             _same_kind(item, value[0], f"input.{index}")
         return value
+
+    @property
+    def single(self) -> bool:
+        """Whether it is about one text, which is then no list of one."""
+        return isinstance(self.input, str) or isinstance(self.input[0], int)
+
+    @property
+    def items(self) -> list[Any]:
+        """The texts, or lists of ids."""
+        return [self.input] if self.single else list(self.input)
+
+
+class EmbeddingRequest(InputRequest):
+    """OpenAI's request, and two fields of ours: `attention` and `truncate`."""
+
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64 is little-endian float32.")
+    dimensions: int | None = Field(None, description="Only the model's own number of dimensions is supported.")
 
 
 class ReloadRequest(Strict):

@@ -1,9 +1,9 @@
 """What the service needs of a loaded model, and the values that pass between routes, engine and model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,23 @@ from app.layers import RanLayer
 from app.schemas import Mode
 from sparsefinder.certificate import Repair
 
-Vectors = npt.NDArray[np.float32]
+Vector = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
 Ids = list[int]
+Task = Literal["embed", "fill_mask", "score", "graph"]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What items must have in common to be computed in one forward pass.
+
+    density: a working point of the artifact; None is the one it serves. options: whatever else a task depends on.
+    """
+
+    task: Task
+    mode: Mode
+    density: float | None = None
+    options: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -37,26 +51,31 @@ class Description:
     device: str
     threads: int
     modes: tuple[Mode, ...]
+    tasks: tuple[Task, ...] = ("embed",)
+    causal: bool = False
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One batch: vectors `[B, d]`, pairs computed per layer and head `[L, H]`, legal pairs, what an audit looks at.
+    """One batch of B items. computed: pairs per item, layer and head. legal: pairs that exist, per item.
 
-    ran: which path computed each layer. repairs: of mode `exact`, per layer; None where no plan was repaired.
+    outputs: one per item, an array or a value with a property `finite`.
+    ran: which path computed each layer.
+    audits: one per sample, what an audit looks at.
+    repairs: of mode `exact`, per layer; None where no plan was repaired.
     """
 
-    vectors: Vectors
-    computed: Counts
-    legal: int
+    outputs: Sequence[Any]
+    computed: Counts  # [B, L, H]
+    legal: Counts  # [B]
     ran: tuple[str, ...]
-    audit: tuple[AuditedLayer, ...] = ()
+    audits: tuple[tuple[AuditedLayer, ...], ...] = ()
     repairs: tuple[Repair | None, ...] = ()
 
 
 @runtime_checkable
 class Servable(Protocol):
-    """A loaded artifact with its model. Only the worker thread calls its methods."""
+    """A loaded artifact with its model. `forward` belongs to the worker thread, the other methods to the reader's."""
 
     @property
     def description(self) -> Description:
@@ -80,8 +99,8 @@ class Servable(Protocol):
         """The first `max_tokens` tokens; a special token at the end stays there."""
         ...
 
-    def forward(self, ids: Sequence[Ids], mode: Mode, sample: Sample | None) -> Forward:
-        """The embeddings of one batch."""
+    def forward(self, ids: Sequence[Ids], lane: Lane, samples: Sequence[Sample]) -> Forward:
+        """One batch; each sample names an item of it by its place."""
         ...
 
 
@@ -98,24 +117,41 @@ class Loader(Protocol):
         ...
 
 
+Check = Callable[[Servable, Sequence[Ids]], None]
+
+
 @dataclass(frozen=True)
-class Job:
-    """What one request asks for: texts or token ids."""
+class Asked:
+    """What one request asks for: texts or token ids, and how they are computed.
+
+    check: raises ApiError for what only the task knows to be wrong with the ids, which were cut by then.
+    """
 
     inputs: Sequence[str] | Sequence[Ids]
-    mode: Mode
+    lane: Lane
     truncate: bool
     single: bool = False
+    check: Check | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gets; everything came from one artifact."""
+    """What one request gets, an output per item; everything came from one artifact.
 
-    vectors: Vectors
-    tokens: tuple[int, ...]
+    queue_ms: from the moment its tokens were known until its first batch began. inference_ms: of the batches that held
+    items of it, which it may have shared with other requests.
+    """
+
+    outputs: tuple[Any, ...]
+    ids: tuple[Ids, ...]
     truncated: tuple[bool, ...]
     description: Description
     density: float
     layers: tuple[RanLayer, ...]
+    queue_ms: float
     inference_ms: float
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """How many tokens of each item were read."""
+        return tuple(len(item) for item in self.ids)

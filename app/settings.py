@@ -40,6 +40,11 @@ class Settings(BaseSettings):
     workers: int = Field(1, description="always 1: start more processes instead")
     max_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward pass; more are split")
     max_items: int = Field(2048, ge=1, description="texts in one request")
+    max_queue_items: int = Field(4096, ge=1, description="texts that may wait; a request beyond is told to come later")
+    max_queue_tokens: int = Field(524_288, ge=1, description="tokens that may wait; as above")
+    request_seconds: float = Field(
+        120.0, gt=0, allow_inf_nan=False, description="longest time to an answer; then the request is dropped"
+    )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="size of a request body, chunked or not")
     api_keys: Keys = Field((), description="comma-separated; /v1 and /info then need one as a bearer token")
     admin_keys: Keys = Field((), description="comma-separated; /admin needs one (see the README for the rule without)")

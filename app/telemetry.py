@@ -19,6 +19,7 @@ from app.layers import RanLayer
 LOGGER = logging.getLogger("sparsefinder.app")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+POWERS = tuple(float(2**n) for n in range(17))
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FACTS = "sparsefinder.facts"
@@ -31,10 +32,12 @@ class Facts:
     """What the log line and the figures of one request say; the route fills in what it knows."""
 
     request_id: str
+    task: str | None = None
     attention: str | None = None
     artifact: str | None = None
     items: int | None = None
     tokens: int | None = None
+    queue_ms: float | None = None
     inference_ms: float | None = None
     computed_density: float | None = None
     code: str | None = None
@@ -116,7 +119,19 @@ class Telemetry:
             registry=registry,
         )
         self.tokens = Counter(name + "tokens", "Tokens read.", modes, registry=registry)
-        self.items = Counter(name + "items", "Texts embedded.", modes, registry=registry)
+        self.items = Counter(name + "items", "Texts computed.", ["task", *modes], registry=registry)
+        self.queue_items = Gauge(name + "queue_items", "Texts that wait.", registry=registry)
+        self.queue_tokens = Gauge(name + "queue_tokens", "Tokens that wait.", registry=registry)
+        self.queued = Histogram(
+            name + "queue_seconds", "Time from known tokens to the first batch.", buckets=SECONDS, registry=registry
+        )
+        self.batch_items = Histogram(
+            name + "batch_items", "Texts of one batch.", buckets=POWERS[:11], registry=registry
+        )
+        self.batch_tokens = Histogram(name + "batch_tokens", "Tokens of one batch.", buckets=POWERS, registry=registry)
+        self.batch_padding = Histogram(
+            name + "batch_padding", "Padding / tokens computed of one batch.", buckets=SHARES, registry=registry
+        )
         self.layers = Counter(
             name + "layer_passes", "Layers of batches, by what computed them.", [*modes, "ran"], registry=registry
         )
@@ -151,12 +166,20 @@ class Telemetry:
         level = logging.ERROR if status >= 500 else logging.INFO
         log("request", level, route=route, method=method, status=status, ms=round(seconds * 1000, 3), **asdict(facts))
 
-    def embedded(self, facts: Facts, truncated: int) -> None:
-        """Count what one embedding request read and computed."""
+    def batch(self, lengths: Sequence[int]) -> None:
+        """Count one forward pass over items of these lengths."""
+        tokens, cells = sum(lengths), max(lengths) * len(lengths)
+        self.batch_items.observe(len(lengths))
+        self.batch_tokens.observe(tokens)
+        self.batch_padding.observe(1 - tokens / cells)
+
+    def answered(self, facts: Facts, truncated: int) -> None:
+        """Count what one request read and computed."""
         mode = facts.attention
         self.tokens.labels(mode).inc(facts.tokens or 0)
-        self.items.labels(mode).inc(facts.items or 0)
+        self.items.labels(facts.task, mode).inc(facts.items or 0)
         self.truncated.inc(truncated)
+        self.queued.observe((facts.queue_ms or 0.0) / 1000)
         self.inference.labels(mode).observe((facts.inference_ms or 0.0) / 1000)
         self.density.labels(mode).observe(facts.computed_density or 0.0)
 

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from app.audit import AuditedLayer, Sample
 from app.main import create_app, make_engine
 from app.schemas import MODES
-from app.servable import Description, Forward
+from app.servable import Description, Forward, Lane
 from app.settings import Settings, load_settings
 from app.telemetry import Telemetry
 from sparsefinder.certificate import Repair
@@ -113,27 +113,29 @@ class FakeModel:
     def cut(self, ids: list[int]) -> list[int]:
         return [*ids[: MAX_TOKENS - 1], ids[-1]]
 
-    def forward(self, ids: Sequence[list[int]], mode: str, sample: Sample | None) -> Forward:
+    def forward(self, ids: Sequence[list[int]], lane: Lane, samples: Sequence[Sample]) -> Forward:
+        mode = lane.mode
         self.loader.calls.append((mode, [len(item) for item in ids], threading.current_thread().name))
         tokens = {one for item in ids for one in item}
         if SLOW in tokens:
             self.loader.gate.wait(self.loader.slow_seconds)
         if EXPLODE in tokens or self.loader.broken.is_set():
             raise RuntimeError("exploded on the text 'explode SECRET'")
-        vectors = np.stack([self.vector(item, mode) for item in ids])
-        if NAN in tokens or self.values["fault"] == "nan":
-            vectors[:, 0] = np.nan
-        pairs = sum(len(item) ** 2 for item in ids)
+        vectors = [self.vector(item, mode) for item in ids]
+        for item, vector in zip(ids, vectors, strict=True):
+            if NAN in item or self.values["fault"] == "nan":
+                vector[0] = np.nan
+        pairs = np.array([len(item) ** 2 for item in ids], dtype=np.int64)
         density = COMPUTED if mode == "sparse" else 1.0
-        computed = np.full((LAYERS, HEADS), int(pairs * density), dtype=np.int64)
-        audit = tuple(audited(len(ids[sample.item]), len(sample.rows)) for _ in range(LAYERS)) if sample else ()
+        computed = (pairs * density).astype(np.int64)[:, None, None].repeat(LAYERS, 1).repeat(HEADS, 2)
+        audits = tuple((audited(len(ids[one.item]), len(one.rows)),) * LAYERS for one in samples)
         # Under `auto` long texts have a plan in the first layer only.
         ran = (
             ("sparse", "dense")
             if mode == "auto" and len(ids[0]) > 4
             else ("dense" if mode == "auto" else mode,) * LAYERS
         )
-        return Forward(vectors, computed, pairs, ran, audit, (REPAIR,) * LAYERS if mode == "exact" else ())
+        return Forward(vectors, computed, pairs, ran, audits, (REPAIR,) * LAYERS if mode == "exact" else ())
 
     def vector(self, ids: list[int], mode: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         values = [sum(ids) / 7, len(ids), MODE_OFFSET[mode], self.values["bias"]]
@@ -167,9 +169,9 @@ def serving(settings: Settings, loader: Any = None) -> Iterator[TestClient]:
 
 
 @contextlib.contextmanager
-def on_a_socket(settings: Settings) -> Iterator[str]:
+def on_a_socket(settings: Settings, loader: Any = None) -> Iterator[str]:
     """The address of a real server on a free port of this machine."""
-    app = create_app(settings, make_engine(settings, Telemetry(), FakeLoader()))
+    app = create_app(settings, make_engine(settings, Telemetry(), loader or FakeLoader()))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()

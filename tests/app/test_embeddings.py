@@ -25,8 +25,6 @@ from app_fakes import (
 )
 from starlette.testclient import TestClient
 
-from app.engine import batches
-
 
 def vectors(response: Any) -> list[list[float]]:
     assert response.status_code == 200, response.text
@@ -138,13 +136,6 @@ def test_a_big_request_is_split_and_put_together_in_order(tmp_path: Path, loader
         assert len(sizes) > 3
         assert all(max(lengths) * len(lengths) <= 40 for lengths in sizes)
         assert together == [vectors(embed(client, text))[0] for text in texts]
-
-
-def test_batches_cover_every_item_once_even_one_above_the_limit() -> None:
-    groups = batches([3, 90, 5, 5, 4, 1], 20)
-    assert sorted(i for group in groups for i in group) == list(range(6))
-    assert groups[0] == [1]
-    assert batches([], 20) == []
 
 
 def test_one_thread_runs_every_forward_pass(client: TestClient, loader: FakeLoader) -> None:

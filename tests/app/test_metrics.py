@@ -22,8 +22,8 @@ def test_requests_tokens_and_errors_are_counted(client: TestClient) -> None:
     request = 'sparsefinder_requests_total{method="POST",route="/v1/embeddings",status="%s"}'
     assert [value(client, request % status) for status in (200, 422, 500)] == [2.0, 1.0, 1.0]
     assert value(client, 'sparsefinder_tokens_total{attention="sparse"}') == 7.0
-    assert value(client, 'sparsefinder_items_total{attention="sparse"}') == 2.0
-    assert value(client, 'sparsefinder_items_total{attention="dense"}') == 1.0
+    assert value(client, 'sparsefinder_items_total{attention="sparse",task="embed"}') == 2.0
+    assert value(client, 'sparsefinder_items_total{attention="dense",task="embed"}') == 1.0
     assert value(client, 'sparsefinder_errors_total{code="empty_input"}') == 1.0
     assert value(client, 'sparsefinder_errors_total{code="internal_error"}') == 1.0
     assert value(client, 'sparsefinder_computed_density_count{attention="sparse"}') == 1.0
@@ -62,7 +62,7 @@ def test_strangers_cannot_make_new_series(client: TestClient) -> None:
 def test_two_apps_in_one_process_count_apart(tmp_path: Path) -> None:
     with serving(make_settings(tmp_path)) as one, serving(make_settings(tmp_path)) as two:
         embed(one)
-        name = 'sparsefinder_items_total{attention="sparse"}'
+        name = 'sparsefinder_items_total{attention="sparse",task="embed"}'
         assert (value(one, name), value(two, name)) == (1.0, 0.0)
 
 

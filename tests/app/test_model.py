@@ -17,7 +17,7 @@ from app.audit import Sample
 from app.calibration import calibration_of
 from app.main import make_engine
 from app.model import Content, ModelLoader, ServedModel, kept_keys, label
-from app.servable import Forward
+from app.servable import Forward, Lane
 from app.settings import load_settings
 from app.telemetry import Telemetry
 from sparsefinder import hf_attached
@@ -71,6 +71,18 @@ def test_a_batch_equals_each_alone(client: TestClient, mode: str) -> None:
         np.testing.assert_allclose(batch[row], vectors(client, text, attention=mode)[0], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("mode", ["original", "dense", "sparse", "exact"])
+def test_padding_changes_nothing(model: ServedModel, mode: Any) -> None:
+    ids = model.tokenize([SHORT, LONG, SHORT])
+    together = model.forward(ids, Lane("embed", mode), ())
+    for place in range(3):
+        alone = model.forward([ids[place]], Lane("embed", mode), ())
+        np.testing.assert_allclose(together.outputs[place], alone.outputs[0], atol=1e-5, rtol=0)
+        assert together.legal[place] == len(ids[place]) ** 2
+        if mode != "exact":  # the pairs of a proof are known for a batch, not for each item
+            assert (together.computed[place] == alone.computed[0]).all()
+
+
 def test_the_modes_are_three_different_computations(client: TestClient) -> None:
     original, dense, sparse = (vectors(client, LONG, attention=mode)[0] for mode in ("original", "dense", "sparse"))
     assert np.abs(original - dense).max() > 1e-3
@@ -105,7 +117,7 @@ def test_exact_is_dense_whatever_the_plan_left_out(client: TestClient) -> None:
     assert layers[0]["computed_density"] == pytest.approx(with_proof, abs=HEADS / pairs)
     for layer in layers:
         repair = layer["repair"]
-        assert layer["ran"] == {"exact": 1}
+        assert layer["ran"] == {"exact": 2}  # the two lengths differ too much for one batch
         assert repair["rows"] == HEADS * (5 + 400)
         assert 0 < repair["repaired"] <= repair["rows"] - repair["proven"]
 
@@ -151,11 +163,11 @@ def run(model: ServedModel, ids: list[list[int]], observe: Any) -> None:
 def test_audited_rows_are_rows_of_the_plan_and_of_the_gold_graph(model: ServedModel) -> None:
     ids = model.tokenize([SHORT, LONG])
     rows = (0, 15, 16, 17, 255, 399)
-    done: Forward = model.forward(ids, "sparse", Sample(1, rows))
+    done: Forward = model.forward(ids, Lane("embed", "sparse"), [Sample(1, rows)])
     calls: list[Any] = []
     run(model, ids, calls.append)
-    assert len(done.audit) == LAYERS
-    for layer, call in zip(done.audit, calls, strict=True):
+    assert [len(layers) for layers in done.audits] == [LAYERS]
+    for layer, call in zip(done.audits[0], calls, strict=True):
         for h in range(HEADS):
             assert torch.equal(layer.kept[h], plan_matrix(call.plan, call.legal, 1, h)[list(rows)])
         scores = call.scale[:, None, None] * (call.q[1] @ call.k[1].transpose(-1, -2))

@@ -1,0 +1,20 @@
+"""The HTTP routes: each checks a request, asks the engine, and says what came out."""
+
+from fastapi import Depends, FastAPI
+
+from app.routes import about, admin, embeddings, health
+from app.routes.common import admin_key, api_key
+
+OPEN = (health.router,)
+FOR_API_KEYS = (embeddings.router, about.router)
+FOR_ADMIN_KEYS = (admin.router,)
+
+
+def install(app: FastAPI) -> None:
+    """Add every route."""
+    for router in OPEN:
+        app.include_router(router)
+    for router in FOR_API_KEYS:
+        app.include_router(router, dependencies=[Depends(api_key)])
+    for router in FOR_ADMIN_KEYS:
+        app.include_router(router, dependencies=[Depends(admin_key)])

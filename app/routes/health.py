@@ -1,0 +1,37 @@
+"""Whether the process lives, whether its model answers, and its figures; all public."""
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from app.errors import ApiError
+from app.routes.common import engine_of, figures_of, json_answer
+
+router = APIRouter()
+
+
+@router.head("/livez", include_in_schema=False)
+@router.get("/livez")
+async def livez() -> Response:
+    """The process answers."""
+    return json_answer({"status": "ok"})
+
+
+@router.head("/readyz", include_in_schema=False)
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """A model is loaded, and its last forward pass (or a new probe) succeeded; else 503 with the reason."""
+    figures = figures_of(request)
+    try:
+        description = await engine_of(request).ready()
+    except ApiError:
+        figures.ready.set(0)
+        raise
+    figures.ready.set(1)
+    return json_answer({"status": "ok", "artifact": description.artifact, "version": description.version})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Figures in Prometheus' text format."""
+    return Response(generate_latest(figures_of(request).registry), media_type=CONTENT_TYPE_LATEST)
