@@ -13,8 +13,9 @@ from app.errors import ApiError, non_finite
 from app.servable import Counts, Forward, Ids, Lane, Servable
 from sparsefinder.certificate import Repair
 
-# Padding is computed like text. Up to this share of a batch it costs less than the fixed cost of one more batch.
-MOST_PADDING = 0.1
+# The most padding a batch may have. It is computed like text, so little pays for itself; where the model packs its
+# texts it costs a little memory only, and the order of arrival can decide alone.
+PADDED, PACKED = 0.1, 0.75
 RETRY_SECONDS = (1, 60)
 
 
@@ -44,6 +45,11 @@ class Ticket:
     def group(self) -> tuple[int, Lane, int | None]:
         """What items of one batch share. Proofs and repairs are counted per batch, so `exact` has its batches alone."""
         return id(self.model), self.lane, id(self) if self.lane.mode == "exact" else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether its model computes no padding for it."""
+        return self.lane.task == "embed" and self.model.description.packs
 
     @property
     def over(self) -> bool:
@@ -78,18 +84,21 @@ class Item:
 def choose(waiting: Sequence[Item], max_tokens: int) -> list[Item]:
     """The next batch of a queue, oldest item first in it.
 
-    The oldest is always taken, so nothing starves. Others of its group follow by nearness of length, as long as the
-    batch keeps to `max_tokens` padded tokens and to `MOST_PADDING`. The order of arrival decides between equals.
+    The oldest is always taken, so nothing starves. Others of its group follow in the order of arrival where the model
+    packs its texts, else by nearness of length; as long as the batch keeps to `max_tokens` computed tokens and to the
+    padding it may have.
     """
     first = waiting[0]
-    group, length = first.ticket.group, len(first.ids)
+    group, length, packs = first.ticket.group, len(first.ids), first.ticket.packs
     others = [item for item in waiting[1:] if item.ticket.group == group]
-    others.sort(key=lambda item: abs(len(item.ids) - length))
+    if not packs:
+        others.sort(key=lambda item: abs(len(item.ids) - length))
+    least = 1 - (PACKED if packs else PADDED)
     batch, longest, tokens = [first], length, length
     for item in others:
         size = len(item.ids)
         cells = max(longest, size) * (len(batch) + 1)
-        if cells <= max_tokens and tokens + size >= (1 - MOST_PADDING) * cells:
+        if (tokens + size if packs else cells) <= max_tokens and tokens + size >= least * cells:
             batch.append(item)
             longest, tokens = max(longest, size), tokens + size
     return batch

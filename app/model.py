@@ -17,6 +17,7 @@ from app.calibration import calibration_of
 from app.schemas import MODES
 from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector
 from app.settings import CrossoverSource
+from sparsefinder import packing
 from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.certificate import Repair
@@ -24,7 +25,7 @@ from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs
-from sparsefinder.teacher import Teacher, batch, embed, load_teacher, require_encoder, tokenize
+from sparsefinder.teacher import Teacher, batch, embed, load_teacher, pool, require_encoder, tokenize
 
 
 def choose_device(asked: str) -> str:
@@ -72,6 +73,7 @@ class ModelLoader:
             disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is JSON lines
             self._teacher = load_teacher(self._name, device=self._device)
             require_encoder(self._teacher)
+            self._teacher.model.set_attn_implementation(packing.NAME)
         return ServedModel(self._teacher, content, self._device, self._crossover)
 
 
@@ -105,7 +107,15 @@ class ServedModel:
             device=device,
             threads=torch.get_num_threads(),  # of the worker, on which this runs
             modes=tuple(mode for mode in MODES if mode != "exact" or (card.alpha > 1 and device == "cpu")),
+            packs=self._packs(),
         )
+
+    def _packs(self) -> bool:
+        """Whether texts can be embedded without padding, by the original model and by the twin."""
+        if any(caller.radius is not None for caller in self._attached.callers):
+            return False
+        with self._attached.using("dense"):
+            return packing.can_pack(self._original.model) and packing.can_pack(self._twin.model)
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:
         """Token ids of each text, special tokens included, never cut."""
@@ -127,7 +137,8 @@ class ServedModel:
         tokens, mask = batch(teacher, ids)
         legal = legal_counts(Legal(mask, mask, causal=self.description.causal))
         seen = _Observer(self.description.heads, samples, may_be_dense=lane.mode in ("dense", "auto"))
-        compute = partial(TASKS[lane.task], teacher, ids, tokens, mask, lane)
+        work = packed_embeddings if lane.task == "embed" and self.description.packs else TASKS[lane.task]
+        compute = partial(work, teacher, ids, tokens, mask, lane)
         if lane.mode == "original":
             outputs = compute()
             computed, ran = self._dense_pairs(mask), ("original",) * self.description.layers
@@ -152,6 +163,11 @@ def legal_counts(legal: Legal) -> Counts:
 def embeddings(teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane) -> list[Vector]:
     """The task `embed`: one vector per item."""
     return list(embed(teacher, tokens, mask).float().cpu().numpy())
+
+
+def packed_embeddings(teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane) -> list[Vector]:
+    """The same without computing padding, where the model can do that."""
+    return list(pool(teacher, packing.packed_hidden(teacher.model, tokens, mask), mask).float().cpu().numpy())
 
 
 # What computes each task: from a padded batch, inside the mode that was asked for, to one output per item.

@@ -53,6 +53,7 @@ class Description:
     modes: tuple[Mode, ...]
     tasks: tuple[Task, ...] = ("embed",)
     causal: bool = False
+    packs: bool = False  # embeds a batch without computing its padding
 
 
 @dataclass(frozen=True)

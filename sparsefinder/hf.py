@@ -18,6 +18,7 @@ from sparsefinder.hf_attached import MODES, THREAD, Attached, LayerCall, LayerIn
 from sparsefinder.hf_legal import legal_of_call, real_keys
 from sparsefinder.hf_modes import compute
 from sparsefinder.hf_verify import Caller, attention_layers, verify
+from sparsefinder.packing import current_row
 from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.positional import Nothing
 from sparsefinder.predictors import Predictor
@@ -118,7 +119,10 @@ def _attention(
         raise IncompatibleModelError(
             f"{type(module).__name__}: attention was not attached, call sparsefinder.hf.attach first"
         )
-    layer = _layer(attached, module)
+    layer, row = _layer(attached, module), current_row()
+    if row is not None:
+        q, k, v = (row.spread(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
+        mask = row.mask
     scale = attached.head_scale[layer] * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     bias, cross = rest.get("position_bias"), attached.callers[layer].cross
     bias = bias if bias is not None and bool(bias.any()) else None  # T5 hands zeros to its cross-attention
@@ -126,7 +130,8 @@ def _attention(
     legal = legal_of_call(module, q, k, mask, rest, THREAD.cached if cross else None)
     THREAD.cached = legal.query_offset
     call = LayerInput(layer, q, k, v, legal, scale, bias, attached.alpha)
-    return compute(attached, call).transpose(1, 2).contiguous(), None
+    output = compute(attached, call).transpose(1, 2)
+    return output.contiguous() if row is None else row.take(output), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from app.batching import MOST_PADDING, Item, Queue, Ticket, choose
+from app.batching import PACKED, PADDED, Item, Queue, Ticket, choose
 from app.errors import ApiError
 from app.servable import Lane
 
@@ -23,7 +24,10 @@ LANE = Lane("embed", "sparse")
 
 
 class _Model:
-    """Stands for a loaded artifact; only its identity matters here."""
+    """Stands for a loaded artifact: its identity, and whether it packs."""
+
+    def __init__(self, packs: bool = False) -> None:
+        self.description = SimpleNamespace(packs=packs)
 
 
 class _Future:
@@ -37,6 +41,7 @@ class _Future:
 
 
 MODEL: Any = _Model()
+PACKING: Any = _Model(packs=True)
 
 
 def ticket(*lengths: int, lane: Lane = LANE, model: Any = MODEL) -> Ticket:
@@ -52,15 +57,19 @@ def lengths_of(batch: Sequence[Item]) -> list[int]:
     return [len(item.ids) for item in batch]
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 200))
-def test_laws_of_a_batch(lengths: list[int], limit: int) -> None:
-    items = waiting(*lengths)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 200), st.booleans())
+def test_laws_of_a_batch(lengths: list[int], limit: int, packs: bool) -> None:
+    items = waiting(*lengths, model=PACKING if packs else MODEL)
     batch = choose(items, limit)
     assert batch[0] is items[0]
     assert len({id(item) for item in batch}) == len(batch)
-    cells = max(lengths_of(batch)) * len(batch)
-    assert cells <= limit or len(batch) == 1
-    assert sum(lengths_of(batch)) >= (1 - MOST_PADDING) * cells
+    tokens, cells = sum(lengths_of(batch)), max(lengths_of(batch)) * len(batch)
+    assert (tokens if packs else cells) <= limit or len(batch) == 1
+    assert tokens >= (1 - (PACKED if packs else PADDED)) * cells
+
+
+def test_where_padding_costs_nothing_the_order_of_arrival_decides() -> None:
+    assert lengths_of(choose(waiting(20, 9, 30, 20, 20, model=PACKING), 60)) == [20, 9, 30]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 200))
@@ -215,7 +224,10 @@ def test_a_request_that_takes_too_long_gets_504_and_is_dropped(tmp_path: Path, l
     loader.gate.clear()
     with serving(make_settings(tmp_path, request_seconds=0.2), loader) as client:
         with ThreadPoolExecutor(2) as pool:
-            slow, behind = pool.submit(embed, client, "slow"), pool.submit(embed, client, "a b c d e")
+            slow = pool.submit(embed, client, "slow")
+            while not any(3 in lengths for _, lengths, _ in loader.calls):
+                time.sleep(0.005)
+            behind = pool.submit(embed, client, "a b c d e")
             error_of(slow.result(20), 504, "timeout")
             error_of(behind.result(20), 504, "timeout")
         loader.gate.set()
