@@ -1,6 +1,11 @@
 """Compiled kernels on disk: where they lie, and that no kernel outlives the code it was compiled from."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from sparsefinder.numba_kernels import choose_cache_folder, package_state
 
@@ -38,3 +43,23 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, monkeypatch):
     found = choose_cache_folder()
     assert found is not None
     assert Path(found).is_relative_to(tmp_path / "home" / "sparsefinder" / "numba")
+
+
+SCORES_OF_A_CAUSAL_TILE = """
+import numpy as np
+from sparsefinder.attention.cpu import weigh_tile
+scores, ends, listed = np.ones((1, 8, 8), np.float32), np.arange(1, 9), np.arange(16, dtype=np.int32)
+index, counts, tau = np.zeros((1, 9), np.int32), np.zeros(1, np.int64), np.zeros(8, np.float32)
+sums = np.zeros(8, np.float32), np.zeros(8, np.float32)
+weigh_tile(scores, ends, 8, listed, 1.5, np.float32(1e-7), index, counts, sums, tau)
+print(sums[0].tolist(), scores[0].sum(0).round(5).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_that_comes_from_the_cache_gives_what_it_gave_when_it_was_compiled(tmp_path):
+    """Helpers are compiled once more with those that call them, and it is this code that the cache holds. There LLVM
+    once took the factor out of a sum of products with zero, and rows that read few of their tile's keys became NaN."""
+    command, names = [sys.executable, "-c", SCORES_OF_A_CAUSAL_TILE], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    runs = [subprocess.run(command, env=names, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert [run.stdout for run in runs] == [f"{[1.0] * 8} {[1.0] * 8}\n"] * 2

@@ -21,13 +21,17 @@ def highest(typing: Any, x: Any, n: Any, top: Any) -> Any:
     def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         block = Block(context, builder, x.dtype)
         start, step, _ = block.array(x, args[0])
-        zero = block.constant(0.0)
+        infinite = block.constant(float("inf"))
 
         def add(c: Any, totals: list[Any]) -> list[Any]:
             value = block.load(block.address(start, c, step, block.word(0)), block.vector)
-            return [block.greater(value, totals[0]), builder.fadd(totals[1], builder.fmul(value, zero))]
+            # Asked, not summed up: LLVM may take the factor out of a sum of products with zero, and what is hopelessly
+            # low adds up to infinity.
+            below = builder.fcmp_ordered("<", value, infinite)
+            finite = builder.and_(below, builder.fcmp_ordered(">", value, block.constant(float("-inf"))))
+            return [block.greater(value, totals[0]), builder.select(finite, totals[1], block.constant(float("nan")))]
 
-        found = block.fold(block.word(0), args[1], [block.constant(float("-inf")), zero], add)
+        found = block.fold(block.word(0), args[1], [block.constant(float("-inf")), block.constant(0.0)], add)
         block.store(builder.fadd(*found), block.line(top, args[2]))
         return context.get_dummy_value()
 
