@@ -29,7 +29,7 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
             ModelLoader,
         )  # here, for it takes transformers seconds to import, and tests need none of it
 
-        loader = ModelLoader(settings.teacher, settings.device, settings.crossover)
+        loader = ModelLoader(settings.teacher, settings.device, settings.crossover, settings.head)
     auditor = Auditor(settings.audit_rate, settings.audit_rows, settings.audit_window, figures)
     return Engine(
         loader,

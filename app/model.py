@@ -14,9 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
+from app.heads import fill_mask, fill_mask_modes, read_heads, score, tasks_of
 from app.schemas import MODES
 from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector
 from app.settings import CrossoverSource
+from app.vocabulary import Vocabulary
 from sparsefinder import packing
 from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
@@ -25,7 +27,16 @@ from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs
-from sparsefinder.teacher import Teacher, batch, embed, load_teacher, pool, require_encoder, tokenize
+from sparsefinder.teacher import (
+    Teacher,
+    batch,
+    embed,
+    load_teacher,
+    pool,
+    require_causal,
+    require_encoder,
+    tokenize,
+)
 
 
 def choose_device(asked: str) -> str:
@@ -50,8 +61,9 @@ class Content:
 class ModelLoader:
     """Loads artifacts for one teacher, which is loaded once and shared: it answers in the mode `original`."""
 
-    def __init__(self, teacher: str, device: str, crossover: CrossoverSource):
+    def __init__(self, teacher: str, device: str, crossover: CrossoverSource, head: Path | None = None):
         self._name = teacher
+        self._head = head
         self._device = choose_device(device)
         self._crossover = crossover
         self._teacher: Teacher | None = None
@@ -64,32 +76,53 @@ class ModelLoader:
         """A model for an artifact. Runs the model to verify it, so it belongs on the worker.
 
         Raises:
-            IncompatibleModelError: the artifact was trained for another teacher, or does not fit this one.
-            ArtifactError: its delta does not fit.
+            IncompatibleModelError: the artifact was trained for another teacher, or does not fit this one; or the head
+                that was asked for does not fit the artifact.
+            ArtifactError: its delta does not fit, or a head is damaged.
             ConfigError: shipped crossovers are asked for on a device that has none.
             DataError: the teacher cannot be loaded.
         """
         if self._teacher is None:
             disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is JSON lines
             self._teacher = load_teacher(self._name, device=self._device)
-            require_encoder(self._teacher)
+            (require_causal if self._teacher.causal else require_encoder)(self._teacher)
             self._teacher.model.set_attn_implementation(packing.NAME)
-        return ServedModel(self._teacher, content, self._device, self._crossover)
+        return ServedModel(self._teacher, content, self._device, self._crossover, self._head)
+
+
+def twin_of(original: Teacher) -> Teacher:
+    """A copy of a teacher that can be changed; where the teacher has a head, it is copied with what it shares."""
+    name = next((name for name in ("lm", "mlm") if getattr(original, name) is not None), None)
+    if name is None:
+        return replace(original, model=copy.deepcopy(original.model))
+    whole = copy.deepcopy(getattr(original, name))
+    return replace(original, model=whole.base_model, **{name: whole})
 
 
 class ServedModel:
     """One artifact, ready to answer in every attention mode."""
 
-    def __init__(self, original: Teacher, content: Content, device: str, crossover: CrossoverSource):
+    def __init__(
+        self,
+        original: Teacher,
+        content: Content,
+        device: str,
+        crossover: CrossoverSource,
+        head: Path | None = None,
+    ):
         artifact, card = content.artifact, content.artifact.card
         self._original = original
-        self._twin = replace(original, model=copy.deepcopy(original.model))
+        self._twin = twin_of(original)
         self._attached: Attached = attach_artifact(self._twin, artifact)
         if crossover == "measure" and any(predictor is not None for predictor in artifact.layers):
             self._attached.load_crossover()
         else:
             self._attached.ship_crossover()
-        self._special = frozenset(original.tokenizer.all_special_ids) - {original.tokenizer.unk_token_id}
+        self.words = Vocabulary(original.tokenizer, int(self._twin.model.config.vocab_size))
+        self.heads = read_heads(original, self._twin, artifact, head)
+        said = {original.tokenizer.unk_token_id, self.words.mask}
+        self._special = frozenset(original.tokenizer.all_special_ids) - said
+        modes = tuple(mode for mode in MODES if mode != "exact" or (card.alpha > 1 and device == "cpu"))
         self.calibration = calibration_of(card.calibration)
         self.description = Description(
             artifact=label(content.folder),
@@ -103,16 +136,19 @@ class ServedModel:
             heads=card.heads,
             dimensions=int(self._twin.model.config.hidden_size),
             max_tokens=original.max_tokens,
-            vocabulary=int(self._twin.model.config.vocab_size),
+            vocabulary=len(self.words),
             device=device,
             threads=torch.get_num_threads(),  # of the worker, on which this runs
-            modes=tuple(mode for mode in MODES if mode != "exact" or (card.alpha > 1 and device == "cpu")),
+            modes=modes,
+            tasks=tasks_of(original, self.heads),
+            causal=original.causal,
+            fill_mask_modes=fill_mask_modes(original, self.heads, modes),
             packs=self._packs(),
         )
 
     def _packs(self) -> bool:
         """Whether texts can be embedded without padding, by the original model and by the twin."""
-        if any(caller.radius is not None for caller in self._attached.callers):
+        if self._original.causal or any(caller.radius is not None for caller in self._attached.callers):
             return False
         with self._attached.using("dense"):
             return packing.can_pack(self._original.model) and packing.can_pack(self._twin.model)
@@ -126,9 +162,10 @@ class ServedModel:
         return all(token in self._special for token in ids)
 
     def cut(self, ids: Ids) -> Ids:
-        """The first `max_tokens` tokens; a special token at the end (BERT's [SEP]) stays there."""
+        """The first `max_tokens` tokens; a special token at the end (BERT's [SEP]) stays there, if not causal."""
         limit = self.description.max_tokens
-        return [*ids[: limit - 1], ids[-1]] if ids[-1] in self._special else ids[:limit]
+        ends = ids[-1] in self._special and not self.description.causal
+        return [*ids[: limit - 1], ids[-1]] if ends else ids[:limit]
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[Ids], lane: Lane, samples: Sequence[Sample]) -> Forward:
@@ -138,7 +175,7 @@ class ServedModel:
         legal = legal_counts(Legal(mask, mask, causal=self.description.causal))
         seen = _Observer(self.description.heads, samples, may_be_dense=lane.mode in ("dense", "auto"))
         work = packed_embeddings if lane.task == "embed" and self.description.packs else TASKS[lane.task]
-        compute = partial(work, teacher, ids, tokens, mask, lane)
+        compute = partial(work, self, teacher, ids, tokens, mask, lane)
         if lane.mode == "original":
             outputs = compute()
             computed, ran = self._dense_pairs(mask), ("original",) * self.description.layers
@@ -160,19 +197,23 @@ def legal_counts(legal: Legal) -> Counts:
     return np.array([legal.count(b) for b in range(legal.key_real.shape[0])], dtype=np.int64)
 
 
-def embeddings(teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane) -> list[Vector]:
+def embeddings(
+    model: ServedModel, teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane
+) -> list[Vector]:
     """The task `embed`: one vector per item."""
     return list(embed(teacher, tokens, mask).float().cpu().numpy())
 
 
-def packed_embeddings(teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane) -> list[Vector]:
+def packed_embeddings(
+    model: ServedModel, teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane
+) -> list[Vector]:
     """The same without computing padding, where the model can do that."""
     return list(pool(teacher, packing.packed_hidden(teacher.model, tokens, mask), mask).float().cpu().numpy())
 
 
 # What computes each task: from a padded batch, inside the mode that was asked for, to one output per item.
-Compute = Callable[[Teacher, Sequence[Ids], Tensor, Tensor, Lane], Sequence[Any]]
-TASKS: dict[Task, Compute] = {"embed": embeddings}
+Compute = Callable[[ServedModel, Teacher, Sequence[Ids], Tensor, Tensor, Lane], Sequence[Any]]
+TASKS: dict[Task, Compute] = {"embed": embeddings, "fill_mask": fill_mask, "score": score}
 
 
 class _Observer:

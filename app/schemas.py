@@ -56,15 +56,7 @@ class InputRequest(Attended):
     @field_validator("input", mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        """Pydantic would describe each of the four unions; one sentence that names the bad item is enough."""
-        if not isinstance(value, list) or not value:
-            if isinstance(value, str):
-                return _text(value, "input")
-            code = "empty_input" if value == [] else "invalid_input"
-            _fail(code, "expected a text, texts or token ids", value, "input")
-        for index, item in enumerate(value):
-            _same_kind(item, value[0], f"input.{index}")
-        return value
+        return checked_input(value)
 
     @property
     def single(self) -> bool:
@@ -88,6 +80,20 @@ class ReloadRequest(Strict):
     """Which artifact to load; without a path, the one that serves now is read again."""
 
     artifact: Text | None = Field(None, description="Folder, relative to the artifacts root.", max_length=4096)
+
+
+def checked_input(value: Any, *, token_ids: bool = True) -> Any:
+    """For a field `input` before pydantic, which would describe each of the unions: one sentence names the bad item."""
+    if not isinstance(value, list) or not value:
+        if isinstance(value, str):
+            return _text(value, "input")
+        code = "empty_input" if value == [] else "invalid_input"
+        _fail(code, f"expected a text{', texts or token ids' if token_ids else ' or texts'}", value, "input")
+    if not token_ids and not isinstance(value[0], str):
+        _fail("invalid_input", "expected a text", value[0], "input.0")
+    for index, item in enumerate(value):
+        _same_kind(item, value[0], f"input.{index}")
+    return value
 
 
 class _InputError(ValueError):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from app.audit import AuditedLayer, Sample
 from app.layers import RanLayer
 from app.schemas import Mode
+from app.vocabulary import Vocabulary
 from sparsefinder.certificate import Repair
 
 Vector = npt.NDArray[np.float32]
@@ -54,6 +55,7 @@ class Description:
     tasks: tuple[Task, ...] = ("embed",)
     causal: bool = False
     packs: bool = False  # embeds a batch without computing its padding
+    fill_mask_modes: tuple[Mode, ...] = ()  # those whose weights its fill-mask head fits
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class Servable(Protocol):
     @property
     def calibration(self) -> dict[str, Any] | None:
         """Figures per layer and head from the artifact's card, as /v1/sparsity shows them."""
+        ...
+
+    @property
+    def words(self) -> Vocabulary:
+        """Its vocabulary. Only `pieces` of it may be asked for off the reader thread."""
         ...
 
     def tokenize(self, texts: Sequence[str]) -> list[Ids]:

@@ -29,6 +29,7 @@ class Settings(BaseSettings):
     teacher: str = Field("minilm", description="the model: packaged name, local folder or hub id")
     artifact: Path | None = Field(None, description="artifact folder; the shipped one by default")
     artifacts_root: Path | None = Field(None, description="where reload may look; the artifact's parent by default")
+    head: Path | None = Field(None, description="fill-mask head folder; the shipped one where it fits")
     served_name: str | None = Field(None, description="model name in requests; the artifact's folder by default")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU where there is one")
     threads: int = Field(0, ge=0, le=1024, description="threads of one forward pass; 0 leaves the choice to torch")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 import time
 import zlib
@@ -16,14 +17,16 @@ from starlette.testclient import TestClient
 
 from app.audit import AuditedLayer, Sample
 from app.main import create_app, make_engine
+from app.outputs import Filled, FillMask, Score, Scored
 from app.schemas import MODES
 from app.servable import Description, Forward, Lane
 from app.settings import Settings, load_settings
 from app.telemetry import Telemetry
+from app.vocabulary import Encoded
 from sparsefinder.certificate import Repair
 from sparsefinder.errors import ArtifactError, IncompatibleModelError
 
-CLS, SEP = 1, 2
+CLS, SEP, MASK = 1, 2, 3
 VOCABULARY, DIMENSIONS, MAX_TOKENS, LAYERS, HEADS = 1000, 4, 16, 2, 3
 COMPUTED = 0.25  # density of a sparse answer
 MODE_OFFSET = {"original": 100.0, "dense": 200.0, "sparse": 300.0, "exact": 400.0, "auto": 500.0}
@@ -31,6 +34,8 @@ REPAIR = Repair(rows=20, proven=12, repaired=5, survivors=40, most_survivors=9, 
 
 
 def token(word: str) -> int:
+    if word == "[MASK]":
+        return MASK
     return 10 + zlib.crc32(word.encode()) % (VOCABULARY - 10)
 
 
@@ -77,16 +82,54 @@ class FakeLoader:
 class SlowLoader(FakeLoader):
     """In the place of the real loader: a text with the word "slow" takes two seconds."""
 
-    def __init__(self, teacher: str, device: str, crossover: str) -> None:
+    def __init__(self, teacher: str, device: str, crossover: str, head: Path | None) -> None:
         super().__init__()
         self.gate.clear()
         self.slow_seconds = 2.0
+
+
+class FakeWords:
+    """Every word is one piece, but for those with a hyphen; "unknown" is none."""
+
+    mask, mask_piece = MASK, "[MASK]"
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [f"piece{number}" for number in ids]
+
+    def split(self, word: str) -> list[int]:
+        return [token(part) for part in word.split("-") if part not in ("", "unknown")]
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        encoded = []
+        for text in texts:
+            found = list(re.finditer(r"\S+", text))
+            ids = [CLS, *(token(one[0]) for one in found), SEP]
+            encoded.append(Encoded(ids, self.pieces(ids), [None, *(one.span() for one in found), None]))
+        return encoded
+
+
+def filled(ids: list[int], options: FillMask) -> Filled:
+    """The best words are 10, 11, 12 … in a first mask, 20, 21 … in a second; a target t has log-probability −t/100."""
+    places = np.flatnonzero(np.array(ids) == MASK)
+    if options.targets:
+        words = np.tile(options.targets, (len(places), 1))
+        return Filled(places, words, -words.astype(np.float32) / 100)
+    words = 10 * (1 + np.arange(len(places)))[:, None] + np.arange(options.top_k)
+    return Filled(places, words, np.tile(-1.0 - np.arange(options.top_k, dtype=np.float32), (len(places), 1)))
+
+
+def scored(ids: list[int], options: Score) -> Scored:
+    """A token t has log-probability −t/100; the best ones are 10, 11, 12 … everywhere."""
+    words = np.tile(10 + np.arange(options.top_k), (len(ids) - 1, 1))
+    return Scored(-np.array(ids[1:], dtype=np.float32) / 100, words, -words.astype(np.float32))
 
 
 class FakeModel:
     def __init__(self, loader: FakeLoader, folder: Path, values: dict[str, Any]):
         self.loader = loader
         self.values = values
+        self.words = FakeWords()
+        causal = values.get("causal", False)
         self.calibration = {"set": "plan", "overall": {"recall": 0.9}}
         sizes = {"layers": LAYERS, "heads": HEADS, "dimensions": DIMENSIONS, "max_tokens": MAX_TOKENS}
         self.description = Description(
@@ -101,17 +144,21 @@ class FakeModel:
             vocabulary=VOCABULARY,
             device="cpu",
             threads=1,
+            tasks=("score",) if causal else values.get("tasks", ("embed", "fill_mask")),
+            causal=causal,
+            fill_mask_modes=values.get("fill_mask_modes", () if causal else MODES),
             **sizes,
         )
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        return [[CLS, *map(token, text.split()), SEP] for text in texts]
+        ends = [] if self.description.causal else [SEP]
+        return [[CLS, *map(token, text.split()), *ends] for text in texts]
 
     def blank(self, ids: list[int]) -> bool:
         return set(ids) <= {CLS, SEP}
 
     def cut(self, ids: list[int]) -> list[int]:
-        return [*ids[: MAX_TOKENS - 1], ids[-1]]
+        return ids[:MAX_TOKENS] if self.description.causal else [*ids[: MAX_TOKENS - 1], ids[-1]]
 
     def forward(self, ids: Sequence[list[int]], lane: Lane, samples: Sequence[Sample]) -> Forward:
         mode = lane.mode
@@ -121,10 +168,7 @@ class FakeModel:
             self.loader.gate.wait(self.loader.slow_seconds)
         if EXPLODE in tokens or self.loader.broken.is_set():
             raise RuntimeError("exploded on the text 'explode SECRET'")
-        vectors = [self.vector(item, mode) for item in ids]
-        for item, vector in zip(ids, vectors, strict=True):
-            if NAN in item or self.values["fault"] == "nan":
-                vector[0] = np.nan
+        outputs = [self.output(item, lane) for item in ids]
         pairs = np.array([len(item) ** 2 for item in ids], dtype=np.int64)
         density = COMPUTED if mode == "sparse" else 1.0
         computed = (pairs * density).astype(np.int64)[:, None, None].repeat(LAYERS, 1).repeat(HEADS, 2)
@@ -135,7 +179,20 @@ class FakeModel:
             if mode == "auto" and len(ids[0]) > 4
             else ("dense" if mode == "auto" else mode,) * LAYERS
         )
-        return Forward(vectors, computed, pairs, ran, audits, (REPAIR,) * LAYERS if mode == "exact" else ())
+        return Forward(outputs, computed, pairs, ran, audits, (REPAIR,) * LAYERS if mode == "exact" else ())
+
+    def output(self, ids: list[int], lane: Lane) -> Any:
+        if lane.task == "fill_mask":
+            output = filled(ids, lane.options)
+            numbers = output.logprobs
+        elif lane.task == "score":
+            output = scored(ids, lane.options or Score())
+            numbers = output.logprobs
+        else:
+            output = numbers = self.vector(ids, lane.mode)
+        if NAN in ids or self.values["fault"] == "nan":
+            numbers.flat[0] = np.nan
+        return output
 
     def vector(self, ids: list[int], mode: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         values = [sum(ids) / 7, len(ids), MODE_OFFSET[mode], self.values["bias"]]

@@ -6,7 +6,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsefinder.teacher import Teacher, fingerprint
+from sparsefinder.artifact import Artifact, Card, save
+from sparsefinder.predictors import Tiles, random_projections
+from sparsefinder.teacher import Teacher, fingerprint, load_teacher
 
 LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY, POSITIONS = 2, 4, 2, 8, 61, 512
 
@@ -42,6 +44,28 @@ def save_teacher(folder: Path, seed: int = 0, **sizes: int) -> Path:
     """A local folder that `load_teacher` reads."""
     causal_lm(seed, **sizes).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_artifact(folder: Path, teacher: Path, keys: int, alpha: float = 1.5) -> Path:
+    """Predictors from random projections for a teacher that was saved."""
+    card = Card(
+        teacher=str(teacher),
+        teacher_fingerprint=load_teacher(str(teacher)).fingerprint,
+        layers=LAYERS,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        alpha=alpha,
+        head_scale=((1.0,) * HEADS,) * LAYERS,
+        objective="none",
+        served=f"random-{keys}",
+        window_size=3,
+        global_tokens=1,
+        tile_size=16,
+    )
+    maps = [random_projections(HEADS, 4, DIM, seed=layer, form="bilinear") for layer in range(LAYERS)]
+    save(folder, Artifact(card, tuple(Tiles(one, keys_per_tile=keys) for one in maps)))
     return folder
 
 

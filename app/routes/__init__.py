@@ -2,11 +2,11 @@
 
 from fastapi import Depends, FastAPI
 
-from app.routes import about, admin, embeddings, health
+from app.routes import about, admin, embeddings, fill_mask, health, score, tokenize
 from app.routes.common import admin_key, api_key
 
 OPEN = (health.router,)
-FOR_API_KEYS = (embeddings.router, about.router)
+FOR_API_KEYS = (embeddings.router, fill_mask.router, score.router, tokenize.router, about.router)
 FOR_ADMIN_KEYS = (admin.router,)
 
 

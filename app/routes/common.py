@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from fastapi import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from app import telemetry
 from app.auth import require_admin_key, require_api_key
 from app.engine import Engine
 from app.errors import ApiError
-from app.schemas import Attended, InputRequest, Mode, Strict
+from app.schemas import Attended, Mode, Strict
 from app.servable import Answer, Asked, Description, Lane, Task
 from app.settings import Settings
 from app.telemetry import Telemetry
@@ -25,6 +25,15 @@ SETS: dict[Mode, str] = {  # what computed densities of an answer are of
     "exact": "plan, and the pairs that its proof scored",
     "auto": "plan where sparse ran, all legal pairs where dense did",
 }
+
+
+class HasItems(Protocol):
+    """A request for one or many texts."""
+
+    @property
+    def items(self) -> Sequence[Any]:
+        """The texts, or lists of ids."""
+        ...
 
 
 def json_answer(content: Any, headers: Mapping[str, str] | None = None) -> Response:
@@ -74,7 +83,7 @@ def check_model(asked: str | None, settings: Settings) -> None:
         raise ApiError(404, "model_not_found", f"model: expected {name!r} (see /v1/models), got another", "model")
 
 
-def check_items(asked: InputRequest, settings: Settings) -> None:
+def check_items(asked: HasItems, settings: Settings) -> None:
     """Raise 422 for more texts than one request may hold."""
     if len(asked.items) > settings.max_items:
         message = f"input: expected at most {settings.max_items} items, got {len(asked.items)}"
