@@ -251,9 +251,9 @@ def test_texts_and_limits_of_the_real_tokenizer(real: TestClient) -> None:
     error_of(score(real, ["w1 w2", ""]), 422, "empty_input")  # no token at all: this tokenizer adds none
     error_of(score(real, [1, VOCABULARY]), 422, "invalid_token")
     assert "513" in error_of(score(real, "w1 " * 513), 422, "input_too_long")["message"]
-    cut = score(real, ["w1 " * 513 + "[EOS]", [4] * 600], truncate=True)
-    assert [len(entry(cut, item)["ids"]) for item in range(2)] == [POSITIONS, POSITIONS]
-    assert entry(cut)["ids"][-1] == 5  # the first tokens, and no special one in the place of the last
+    cut = entry(score(real, "w1 " * 513 + "[EOS]", truncate=True))["ids"]
+    assert cut == [5] * POSITIONS  # the first tokens, and no special one in the place of the last
+    assert entry(score(real, [4] * 600, truncate=True))["ids"] == [4] * POSITIONS
     assert entry(score(real, "🙂 日本語"))["pieces"] == ["[UNK]", "[UNK]"]
     error_of(embed(real, "w1 w2"), 422, "task_not_supported")
     about = real.get("/info").json()["artifact"]
