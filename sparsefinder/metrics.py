@@ -142,7 +142,7 @@ class _Truth:
 
     rows: Int64[Tensor, " n"]
     columns: Int64[Tensor, " m"]
-    p: Float[Tensor, "n m"]
+    p: Float64[Tensor, "n m"]
     visible: Bool[Tensor, "n m"]
     gold: Bool[Tensor, "n m"]
 
@@ -165,7 +165,7 @@ def _truth(
     more = None if bias is None else bias[rows][:, columns]
     p = head_probabilities(q[rows], k[columns], scale, more, visible, alpha)
     visible = torch.ones_like(p, dtype=torch.bool) if visible is None else visible
-    return _Truth(rows, columns, p, visible, gold_pairs(p, alpha, gold_mass))
+    return _Truth(rows, columns, p.double(), visible, gold_pairs(p, alpha, gold_mass))
 
 
 def _compared(truth: _Truth | None, kept: Bool[Tensor, "N M"]) -> tuple[float, ...]:
@@ -178,7 +178,7 @@ def _compared(truth: _Truth | None, kept: Bool[Tensor, "N M"]) -> tuple[float, .
     numbers = [
         truth.visible.sum(), chosen.sum(), gold.sum(), (gold & chosen).sum(), legal_row.sum(), complete.sum()
     ]  # fmt: skip
-    return (*(float(n) for n in numbers), float((truth.p.double() * chosen).sum()))
+    return (*(float(n) for n in numbers), float((truth.p * chosen).sum()))
 
 
 def join(parts: Sequence[HeadCounts]) -> HeadCounts:

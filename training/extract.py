@@ -222,19 +222,13 @@ def read_values(folder: Path, layer: int, manifest: dict[str, Any] | None = None
     return join_values(_read_parts(folder, manifest, [f"{name}.{layer}" for name in VALUE_TENSORS]), layer)
 
 
-def read_ids(folder: Path, manifest: dict[str, Any] | None = None) -> list[list[int]]:
-    """The token ids of every instance of a held-out split, padding left out.
-
-    Raises:
-        DataError: the split is incomplete or damaged, or was extracted without ids (by an earlier version).
-    """
-    manifest = manifest or read_manifest(folder)
-    parts = _read_parts(folder, manifest, ["mask"], ["ids"])
+def read_ids(folder: Path, manifest: dict[str, Any] | None = None) -> list[list[int]] | None:
+    """The token ids of every instance of a split, padding left out; None where it holds none (as training splits, and
+    what earlier versions extracted). Errors as in `read_layer`."""
+    parts = _read_parts(folder, manifest or read_manifest(folder), ["mask"], ["ids"])
     if any("ids" not in part for part in parts):
-        raise DataError(f"{folder}: expected held-out shards with token ids (delete them and extract again)")
-    return [
-        ids[mask].tolist() for part in parts for ids, mask in zip(part["ids"], part["mask"], strict=True)
-    ]  # fmt: skip
+        return None
+    return [ids[mask].tolist() for part in parts for ids, mask in zip(part["ids"], part["mask"], strict=True)]
 
 
 def _read_parts(
