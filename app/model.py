@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
+from app.points import within
 from app.schemas import MODES
 from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector
 from app.settings import CrossoverSource
@@ -108,6 +109,7 @@ class ServedModel:
             threads=torch.get_num_threads(),  # of the worker, on which this runs
             modes=tuple(mode for mode in MODES if mode != "exact" or (card.alpha > 1 and device == "cpu")),
             packs=self._packs(),
+            points=self._attached.points,
         )
 
     def _packs(self) -> bool:
@@ -143,7 +145,8 @@ class ServedModel:
             outputs = compute()
             computed, ran = self._dense_pairs(mask), ("original",) * self.description.layers
         else:
-            with self._attached.using(lane.mode, observe=seen):
+            density = within(self._attached.points, lane.density)
+            with self._attached.using(lane.mode, observe=seen, density=density):
                 outputs = compute()
             computed, ran = np.stack(seen.computed, axis=1), tuple(seen.ran)
         return Forward(outputs, computed, legal, ran, seen.audits, tuple(seen.repairs))

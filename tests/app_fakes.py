@@ -22,12 +22,19 @@ from app.settings import Settings, load_settings
 from app.telemetry import Telemetry
 from sparsefinder.certificate import Repair
 from sparsefinder.errors import ArtifactError, IncompatibleModelError
+from sparsefinder.working_points import WorkingPoint
 
 CLS, SEP = 1, 2
 VOCABULARY, DIMENSIONS, MAX_TOKENS, LAYERS, HEADS = 1000, 4, 16, 2, 3
 COMPUTED = 0.25  # density of a sparse answer
 MODE_OFFSET = {"original": 100.0, "dense": 200.0, "sparse": 300.0, "exact": 400.0, "auto": 500.0}
 REPAIR = Repair(rows=20, proven=12, repaired=5, survivors=40, most_survivors=9, added=7)  # of a layer of one batch
+
+
+POINTS = tuple(
+    WorkingPoint(shift, density, 1 - density, recall, recall, recall / 2, (density,) * LAYERS)
+    for density, recall, shift in ((0.1, 0.6, 2.0), (COMPUTED, 0.9, 0.0), (0.5, 0.98, -1.0), (0.9, 0.99, -3.0))
+)
 
 
 def token(word: str) -> int:
@@ -101,6 +108,7 @@ class FakeModel:
             vocabulary=VOCABULARY,
             device="cpu",
             threads=1,
+            points=POINTS if values.get("points", True) else (),
             **sizes,
         )
 
@@ -126,7 +134,7 @@ class FakeModel:
             if NAN in item or self.values["fault"] == "nan":
                 vector[0] = np.nan
         pairs = np.array([len(item) ** 2 for item in ids], dtype=np.int64)
-        density = COMPUTED if mode == "sparse" else 1.0
+        density = (lane.density or COMPUTED) if mode == "sparse" else 1.0
         computed = (pairs * density).astype(np.int64)[:, None, None].repeat(LAYERS, 1).repeat(HEADS, 2)
         audits = tuple((audited(len(ids[one.item]), len(one.rows)),) * LAYERS for one in samples)
         # Under `auto` long texts have a plan in the first layer only.
