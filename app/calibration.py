@@ -10,7 +10,8 @@ SETS = ("plan", "pattern")
 def calibration_of(card: Mapping[str, Any]) -> dict[str, Any] | None:
     """Overall, per layer and per head: the plan's report, the pattern's beside it where the card has one; None without.
 
-    What else the card says of its calibration (curve, tokens) stays under `about`.
+    `loop` holds the same measures with the sparse attention in the loop, where the card has them. What else the card
+    says of its calibration (curve, tokens) stays under `about`; working points have a place of their own.
     """
     plan = card.get("plan")
     if plan is None:
@@ -18,7 +19,8 @@ def calibration_of(card: Mapping[str, Any]) -> dict[str, Any] | None:
     shown = _laid_out(plan) | {"estimator": ESTIMATOR}
     if "pattern" in card:
         shown["pattern"] = _laid_out(card["pattern"])
-    return shown | {"about": {name: value for name, value in card.items() if name not in SETS}}
+    shown |= {"loop": card["loop"]} if "loop" in card else {}
+    return shown | {"about": {name: value for name, value in card.items() if name not in (*SETS, "loop", "points")}}
 
 
 def _laid_out(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -274,6 +274,7 @@ def _answer(ticket: Ticket, truncated: tuple[bool, ...]) -> Answer:
         layers=tuple(ran_layer(layer, share, ticket.ran, ticket.repairs) for layer, share in enumerate(shares)),
         queue_ms=(begun - ticket.arrived) * 1000,
         inference_ms=ticket.seconds * 1000,
+        lane=ticket.lane,
     )
 
 

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
 from app.heads import fill_mask, fill_mask_modes, read_heads, score, tasks_of
+from app.points import within
 from app.schemas import MODES
 from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector
 from app.settings import CrossoverSource
@@ -144,6 +145,7 @@ class ServedModel:
             causal=original.causal,
             fill_mask_modes=fill_mask_modes(original, self.heads, modes),
             packs=self._packs(),
+            points=self._attached.points,
         )
 
     def _packs(self) -> bool:
@@ -180,7 +182,8 @@ class ServedModel:
             outputs = compute()
             computed, ran = self._dense_pairs(mask), ("original",) * self.description.layers
         else:
-            with self._attached.using(lane.mode, observe=seen):
+            density = within(self._attached.points, lane.density)
+            with self._attached.using(lane.mode, observe=seen, density=density):
                 outputs = compute()
             computed, ran = np.stack(seen.computed, axis=1), tuple(seen.ran)
         return Forward(outputs, computed, legal, ran, seen.audits, tuple(seen.repairs))

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.requests import Request
 
 from app.errors import ApiError, printable
@@ -43,7 +43,34 @@ class Attended(Strict):
         " transform over all pairs, `sparse` the predicted pairs, `exact` those and what it takes to equal `dense`"
         " (entmax models on a CPU only), `auto` in every layer the faster one of `sparse` and `dense`.",
     )
+    density: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Computed density of the plan: the artifact is served at this working point (see /v1/sparsity,"
+        " whose densities are those of the texts of its calibration), in a mode that reads a plan.",
+    )
+    recall_target: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Instead of a density: the least one whose calibrated recall reaches this.",
+    )
     truncate: bool = Field(False, description="Cut over-long inputs (and say so) instead of refusing them.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "Attended":
+        if self.density is not None and self.recall_target is not None:
+            param = "recall_target"
+            raise _InputError("invalid_request", f"{param}: expected density or recall_target, got both", param)
+        return self
+
+    @property
+    def requested(self) -> tuple[str, float] | None:
+        """The working point that is asked for, by the name of its field."""
+        if self.density is not None:
+            return "density", self.density
+        return None if self.recall_target is None else ("recall_target", self.recall_target)
 
 
 class InputRequest(Attended):

@@ -1,7 +1,7 @@
 """What the service needs of a loaded model, and the values that pass between routes, engine and model."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from app.layers import RanLayer
 from app.schemas import Mode
 from app.vocabulary import Vocabulary
 from sparsefinder.certificate import Repair
+from sparsefinder.working_points import WorkingPoint
 
 Vector = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
@@ -25,12 +26,14 @@ class Lane:
     """What items must have in common to be computed in one forward pass.
 
     density: a working point of the artifact; None is the one it serves. options: whatever else a task depends on.
+    requested: in which words the density was asked for, for the answer alone: lanes that differ in it are equal.
     """
 
     task: Task
     mode: Mode
     density: float | None = None
     options: Hashable = None
+    requested: tuple[str, float] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Description:
     causal: bool = False
     packs: bool = False  # embeds a batch without computing its padding
     fill_mask_modes: tuple[Mode, ...] = ()  # those whose weights its fill-mask head fits
+    points: tuple[WorkingPoint, ...] = ()  # of the artifact, none where its card has none
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,7 @@ class Answer:
     layers: tuple[RanLayer, ...]
     queue_ms: float
     inference_ms: float
+    lane: Lane
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from sparsefinder.errors import ConfigError
@@ -46,6 +46,8 @@ class Settings(BaseSettings):
     request_seconds: float = Field(
         120.0, gt=0, allow_inf_nan=False, description="longest time to an answer; then the request is dropped"
     )
+    min_density: float = Field(0.02, ge=0, le=1, allow_inf_nan=False, description="least density a request may ask for")
+    max_density: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="greatest density it may ask for")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="size of a request body, chunked or not")
     api_keys: Keys = Field((), description="comma-separated; /v1 and /info then need one as a bearer token")
     admin_keys: Keys = Field((), description="comma-separated; /admin needs one (see the README for the rule without)")
@@ -68,6 +70,14 @@ class Settings(BaseSettings):
         if value != 1:
             raise ValueError(f"expected 1, got {value}: {ONE_PROCESS}")
         return value
+
+    @model_validator(mode="after")
+    def _limits_in_order(self) -> "Settings":
+        if self.min_density > self.max_density:
+            raise ValueError(
+                f"max_density: expected at least min_density {self.min_density:g}, got {self.max_density:g}"
+            )
+        return self
 
     @property
     def loopback(self) -> bool:

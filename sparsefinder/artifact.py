@@ -20,6 +20,7 @@ from sparsefinder.atomic_folder import read_folder, write_folder
 from sparsefinder.edges import check_gold_mass
 from sparsefinder.errors import ArtifactError, ConfigError, SparsefinderError
 from sparsefinder.predictors import PREDICTORS, Predictor, Projections
+from sparsefinder.working_points import movable, read_points
 
 SCHEMA_VERSION = 1
 CARD, PREDICTOR_FILE, DELTA_FILE = "card.json", "predictors.safetensors", "delta.safetensors"
@@ -35,7 +36,8 @@ class Card:
     """What an artifact says of itself. `save` fills in `hash`.
 
     The content hash covers what decides an answer: teacher, sizes, α, head scale, settings and all tensors; not
-    `libraries`, `training` and `calibration`. So the same seed gives the same hash on another day.
+    `libraries`, `training` and `calibration`, except for its working points, which decide what a request for a density
+    gets. So the same seed gives the same hash on another day.
     """
 
     teacher: str  # packaged name, folder or hub id
@@ -102,7 +104,7 @@ def save(path: str | Path, artifact: Artifact) -> Card:
     body |= {"files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}}
     body |= {"predictors": [_described(predictor) for predictor in artifact.layers]}
     body |= {"projections": {name: [p.settings() for p in maps] for name, maps in artifact.projections.items()}}
-    body["hash"] = json_digest({key: value for key, value in body.items() if key not in NOT_HASHED})
+    body["hash"] = _content_hash(body)
     body["card_hash"] = json_digest({key: value for key, value in body.items() if key != "card_hash"})
     text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
     write_folder(Path(path), {**files, CARD: text.encode() + b"\n"}, marker=CARD)
@@ -147,6 +149,10 @@ def _check(artifact: Artifact) -> None:
         if came != (card.heads, card.head_dim):
             expected = (card.heads, card.head_dim)
             raise ArtifactError(f"layer {layer}: expected maps of (heads, head_dim) {expected}, got {came}")
+    points = read_points(card.calibration)
+    fixed = [predictor for predictor in artifact.layers if predictor is not None and not movable(predictor)]
+    if points and (fixed or len(points[0].layers) != card.layers):
+        raise ArtifactError(f"points: expected {card.layers} layers, and predictors with a threshold or a budget")
     for name, tensor in [*_pack(artifact).items(), *artifact.delta.items()]:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ArtifactError(f"{name}: expected finite numbers, got NaN or infinity")
@@ -262,6 +268,14 @@ def json_digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _content_hash(body: Mapping[str, Any]) -> str:
+    """Of what decides an answer. An artifact without working points has the hash that it always had."""
+    decides = {key: value for key, value in body.items() if key not in NOT_HASHED}
+    calibration = body["calibration"]
+    points = calibration.get("points") if isinstance(calibration, Mapping) else None
+    return json_digest(decides | ({"points": points} if points else {}))
+
+
 def _read_card(found: Mapping[str, bytes]) -> dict[str, Any]:
     """The card's JSON, after the schema version, its own hash and the hash of every file have been checked."""
     if CARD not in found:
@@ -286,7 +300,7 @@ def _read_card(found: Mapping[str, bytes]) -> dict[str, Any]:
             raise ArtifactError(f"{name}: {'missing' if name in expected else 'not named in the card'}")
         if name in found and hashlib.sha256(found[name]).hexdigest() != expected[name]:
             raise ArtifactError(f"{name}: its sha256 does not match the card (damaged or truncated)")
-    if body["hash"] != json_digest({key: value for key, value in body.items() if key not in NOT_HASHED}):
+    if body["hash"] != _content_hash(body):
         raise ArtifactError(f"{CARD}: its content does not match its hash")
     return body
 

@@ -10,6 +10,7 @@ from sparsefinder.hf import Attached, attach
 from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.predictors import predictor_to
 from sparsefinder.teacher import Teacher
+from sparsefinder.working_points import read_points
 
 
 def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
@@ -38,6 +39,7 @@ def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
         tile_size=card.tile_size,
     )
     attached.expected = expected_density(card)
+    attached.points, attached.point_tokens = read_points(card.calibration), card.calibration.get("tokens", 0)
     for layer, (predictor, caller) in enumerate(zip(artifact.layers, attached.callers, strict=True)):
         if predictor is None and caller.radius is None:
             raise ArtifactError(f"layer {layer}: expected a predictor, since it attends to the whole text, got none")

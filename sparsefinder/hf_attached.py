@@ -1,6 +1,7 @@
 """A model whose attention is ours: its layers, predictors and modes, and what a mode's caller sees of each layer."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan
 from sparsefinder.predictors import Predictor, layer_plan
+from sparsefinder.working_points import WorkingPoint, at_point, point_at
 
 Mode = Literal["dense", "sparse", "exact", "auto"]
 MODES: tuple[Mode, ...] = ("dense", "sparse", "exact", "auto")
 Ran = Literal["dense", "sparse", "exact"]
+CACHED_CUTS = 128  # densities of one model whose predictors are kept
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,26 @@ PlanFor = Callable[[LayerInput], Plan | None]
 
 
 @dataclass(frozen=True)
+class Cut:
+    """What the layers are cut by: predictors, and the computed density that plans of each layer had in calibration."""
+
+    predictors: tuple[Predictor | None, ...]
+    expected: tuple[ExpectedDensity | None, ...]
+
+
+@dataclass(frozen=True)
 class Run:
-    """How the next forward passes of this thread attend. crossover: what `auto` decides by."""
+    """How the next forward passes of this thread attend.
+
+    crossover: what `auto` decides by. cut: another one than the served, for a density that was asked for.
+    """
 
     mode: Mode
     observe: Observe | None = None
     plan_for: PlanFor | None = None
     generation: Generation | None = None
     crossover: Crossover | None = None
+    cut: Cut | None = None
 
 
 def require_exact(alpha: float) -> None:
@@ -91,6 +106,7 @@ class Attached:
 
     crossover: the table that `auto` decides by; the shipped one until another is put here (see `load_crossover`).
     expected: what plans of each layer had as computed density in calibration, None where that is not known.
+    points: the working points of the artifact, where it has any; point_tokens: length of the texts of its calibration.
     """
 
     def __init__(
@@ -104,11 +120,21 @@ class Attached:
         self.tile_size: int | Tensor = 32
         self.crossover: Crossover | None = None
         self.expected: tuple[ExpectedDensity | None, ...] = ()
+        self.points: tuple[WorkingPoint, ...] = ()
+        self.point_tokens = 0
+        self.cut_at = functools.lru_cache(CACHED_CUTS)(self._cut_at)
         self.callers: tuple[Caller, ...] = ()
         self.places: dict[torch.nn.Module, list[int]] = {}
 
     @contextlib.contextmanager
-    def using(self, mode: Mode, *, observe: Observe | None = None, plan_for: PlanFor | None = None) -> Iterator[None]:
+    def using(
+        self,
+        mode: Mode,
+        *,
+        observe: Observe | None = None,
+        plan_for: PlanFor | None = None,
+        density: float | None = None,
+    ) -> Iterator[None]:
         """Run the forward passes inside in `mode`; `observe` sees every layer, and which path ran.
 
         `dense`: the transform over all legal pairs. `sparse`: over the plan. `auto`: in every layer the one of the two
@@ -117,10 +143,13 @@ class Attached:
         `exact`: over the plan, with every row proved to be that of `dense` or repaired until it is (see `certificate`).
 
         plan_for: takes the place of the predictors; a layer for which it gives None computes all its legal pairs.
+        density: the artifact's working point at this computed density takes the place of the served one. Densities are
+            those of the texts of the calibration; shorter texts need a greater share, longer ones a smaller one.
 
         Raises:
             ConfigError: an unknown mode; one other than `dense` without predictors or `plan_for`; `exact` with α = 1;
-                `auto` on a device for which no crossover is shipped and none was measured.
+                `auto` on a device for which no crossover is shipped and none was measured; a density with the mode
+                `dense`, with `plan_for`, or outside of the artifact's working points.
         """
         if mode not in MODES:
             raise ConfigError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
@@ -128,9 +157,20 @@ class Attached:
             raise ConfigError(f"mode: {mode} needs fitted predictors, this model was attached without any")
         if mode == "exact":
             require_exact(self.alpha)
+        if density is not None and (mode == "dense" or plan_for is not None):
+            raise ConfigError("density: expected a mode with a plan of the predictors (sparse, exact or auto)")
+        cut = None if density is None else self.cut_at(density)
         crossover = (self.crossover or self.ship_crossover()) if mode == "auto" else None
-        with self._on(Run(mode, observe, plan_for, crossover=crossover)):
+        with self._on(Run(mode, observe, plan_for, crossover=crossover, cut=cut)):
             yield
+
+    def _cut_at(self, density: float) -> Cut:
+        """The predictors of a working point; they share their tensors with the served ones. Errors as in `point_at`."""
+        point = point_at(self.points, density)
+        predictors = tuple(at_point(predictor, point) for predictor in self.predictors)
+        known = [share if self.point_tokens else None for share in point.layers]
+        expected = (None if share is None else ExpectedDensity(share, self.point_tokens) for share in known)
+        return Cut(predictors, tuple(expected))
 
     def ship_crossover(self) -> Crossover:
         """Let `auto` decide by the shipped times that are nearest to this model's, as it does before any are loaded.

@@ -44,7 +44,7 @@ def compute(attached: Attached, call: LayerInput) -> Tensor:
 
 def _predicts(attached: Attached, call: LayerInput) -> bool:
     """A layer with a sliding window keeps it; one without a predictor computes all its pairs."""
-    return call.legal.radius is None and attached.predictors[call.layer] is not None
+    return call.legal.radius is None and attached.predictors[call.layer] is not None  # at every working point alike
 
 
 def _plan_that_pays(attached: Attached, run: Run, crossover: Crossover, call: LayerInput) -> Plan | None:
@@ -52,7 +52,8 @@ def _plan_that_pays(attached: Attached, run: Run, crossover: Crossover, call: La
     if call.legal.cross or call.legal.query_offset or (run.plan_for is None and not _predicts(attached, call)):
         return None
     size = for_heads(size_of(crossover, call.legal), crossover, call.q.shape[1])
-    known = attached.expected[call.layer] if attached.expected else None
+    expected = attached.expected if run.cut is None else run.cut.expected
+    known = expected[call.layer] if expected else None
     if not worth_predicting(crossover, size, 0.0 if known is None else known.at(size.length)):
         return None
     plan = _plan(attached, run, call)
@@ -62,11 +63,11 @@ def _plan_that_pays(attached: Attached, run: Run, crossover: Crossover, call: La
 def _plan(attached: Attached, run: Run, call: LayerInput) -> Plan | None:
     if call.legal.radius is not None:
         return None
-    return _predicted(attached, call) if run.plan_for is None else run.plan_for(call)
+    return _predicted(attached, run, call) if run.plan_for is None else run.plan_for(call)
 
 
-def _predicted(attached: Attached, call: LayerInput) -> Plan | None:
-    predictor = attached.predictors[call.layer]
+def _predicted(attached: Attached, run: Run, call: LayerInput) -> Plan | None:
+    predictor = (attached.predictors if run.cut is None else run.cut.predictors)[call.layer]
     if predictor is None:
         return None
     if call.legal.query_offset and not call.legal.cross:

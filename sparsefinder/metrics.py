@@ -93,15 +93,37 @@ def counts(
         ShapeError, AlphaError, ConfigError: arguments that do not fit.
         NonFiniteError: NaN or infinity in a real token.
     """
+    return counts_of_each(q, k, [kept], legal, alpha, scale, layer=layer, gold_mass=gold_mass, bias=bias)[0]
+
+
+def counts_of_each(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B Hkv M D"],
+    sets: Sequence[Pattern | Plan],
+    legal: Legal,
+    alpha: float = 1.5,
+    scale: float | Tensor | None = None,
+    *,
+    layer: int = 0,
+    gold_mass: float | None = None,
+    bias: Float[Tensor, "#B H N M"] | None = None,
+) -> list[HeadCounts]:
+    """`counts` of several patterns or plans of the same q and k, whose gold graph is then computed once."""
     dims, scales, added = checked_scores(q, k, legal, scale, bias)
     ctx, order = context_of(legal, layer), check_alpha(alpha)
     check_gold_mass(gold_mass)
-    table = []
+    tables: list[list[tuple[float, ...]]] = [[] for _ in sets]
     for b, h in itertools.product(range(dims.batch), range(dims.heads)):
-        pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)
         more = None if added is None else item_bias(added, b)[h]
-        table.append(_head(q[b, h], k[b, h // dims.group], scales[h], more, pairs, legal, b, order, gold_mass))
-    columns = torch.tensor(table, dtype=torch.float64).T.reshape(7, dims.batch, dims.heads)
+        truth = _truth(q[b, h], k[b, h // dims.group], scales[h], more, legal, b, order, gold_mass)
+        for table, kept in zip(tables, sets, strict=True):
+            pairs = plan_matrix(kept, legal, b, h) if isinstance(kept, Plan) else materialize(kept, legal, b, h, ctx)
+            table.append(_compared(truth, pairs))
+    return [_head_counts(kept, table, dims.batch, dims.heads) for kept, table in zip(sets, tables, strict=True)]
+
+
+def _head_counts(kept: Pattern | Plan, table: list[tuple[float, ...]], batch: int, heads: int) -> HeadCounts:
+    columns = torch.tensor(table, dtype=torch.float64).T.reshape(7, batch, heads)
     pairs, chosen, gold, kept_gold, rows, exact = columns[:6].long().unbind()  # float64 is exact up to 2**53
     computed = computed_pairs(kept).cpu() if isinstance(kept, Plan) else chosen.clone()
     name: SetName = "plan" if isinstance(kept, Plan) else "pattern"
@@ -114,30 +136,49 @@ def no_counts(heads: int, set_name: SetName = "plan") -> HeadCounts:
     return HeadCounts(set_name, none, none, none, none, none, none, none.double(), none)
 
 
-def _head(
+@dataclass(frozen=True, eq=False)
+class _Truth:
+    """One head of one item: its real rows and columns, and there the attention, the legal pairs and the gold ones."""
+
+    rows: Int64[Tensor, " n"]
+    columns: Int64[Tensor, " m"]
+    p: Float64[Tensor, "n m"]
+    visible: Bool[Tensor, "n m"]
+    gold: Bool[Tensor, "n m"]
+
+
+def _truth(
     q: Tensor,
     k: Tensor,
     scale: Tensor,
     bias: Tensor | None,
-    kept: Bool[Tensor, "N M"],
     legal: Legal,
     b: int,
     alpha: float,
     gold_mass: float | None,
-) -> tuple[float, ...]:
-    """The seven counts of one head; only real tokens enter the scores, as in `gold_edges`."""
+) -> _Truth | None:
+    """Only real tokens enter the scores, as in `gold_edges`; None where there are none."""
     rows, columns = legal.query_real[b].nonzero().squeeze(-1), legal.key_real[b].nonzero().squeeze(-1)
     if 0 in (rows.shape[0], columns.shape[0]):
-        return (0.0,) * 7
+        return None
     visible = legal.visible(rows[:, None], columns[None, :])
     more = None if bias is None else bias[rows][:, columns]
     p = head_probabilities(q[rows], k[columns], scale, more, visible, alpha)
     visible = torch.ones_like(p, dtype=torch.bool) if visible is None else visible
-    chosen, gold = kept[rows][:, columns] & visible, gold_pairs(p, alpha, gold_mass)
-    legal_row = visible.any(1)
+    return _Truth(rows, columns, p.double(), visible, gold_pairs(p, alpha, gold_mass))
+
+
+def _compared(truth: _Truth | None, kept: Bool[Tensor, "N M"]) -> tuple[float, ...]:
+    """The seven counts of one head."""
+    if truth is None:
+        return (0.0,) * 7
+    chosen, gold = kept[truth.rows][:, truth.columns] & truth.visible, truth.gold
+    legal_row = truth.visible.any(1)
     complete = ~(gold & ~chosen).any(1) & legal_row
-    numbers = [visible.sum(), chosen.sum(), gold.sum(), (gold & chosen).sum(), legal_row.sum(), complete.sum()]
-    return (*(float(n) for n in numbers), float((p.double() * chosen).sum()))
+    numbers = [
+        truth.visible.sum(), chosen.sum(), gold.sum(), (gold & chosen).sum(), legal_row.sum(), complete.sum()
+    ]  # fmt: skip
+    return (*(float(n) for n in numbers), float((truth.p * chosen).sum()))
 
 
 def join(parts: Sequence[HeadCounts]) -> HeadCounts:

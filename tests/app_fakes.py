@@ -25,12 +25,19 @@ from app.telemetry import Telemetry
 from app.vocabulary import Encoded
 from sparsefinder.certificate import Repair
 from sparsefinder.errors import ArtifactError, IncompatibleModelError
+from sparsefinder.working_points import WorkingPoint
 
 CLS, SEP, MASK = 1, 2, 3
 VOCABULARY, DIMENSIONS, MAX_TOKENS, LAYERS, HEADS = 1000, 4, 16, 2, 3
 COMPUTED = 0.25  # density of a sparse answer
 MODE_OFFSET = {"original": 100.0, "dense": 200.0, "sparse": 300.0, "exact": 400.0, "auto": 500.0}
 REPAIR = Repair(rows=20, proven=12, repaired=5, survivors=40, most_survivors=9, added=7)  # of a layer of one batch
+
+
+POINTS = tuple(
+    WorkingPoint(shift, density, 1 - density, recall, recall, recall / 2, (density,) * LAYERS)
+    for density, recall, shift in ((0.1, 0.6, 2.0), (COMPUTED, 0.9, 0.0), (0.5, 0.98, -1.0), (0.9, 0.99, -3.0))
+)
 
 
 def token(word: str) -> int:
@@ -147,6 +154,7 @@ class FakeModel:
             tasks=("score",) if causal else values.get("tasks", ("embed", "fill_mask")),
             causal=causal,
             fill_mask_modes=values.get("fill_mask_modes", () if causal else MODES),
+            points=POINTS if values.get("points", True) else (),
             **sizes,
         )
 
@@ -170,7 +178,7 @@ class FakeModel:
             raise RuntimeError("exploded on the text 'explode SECRET'")
         outputs = [self.output(item, lane) for item in ids]
         pairs = np.array([len(item) ** 2 for item in ids], dtype=np.int64)
-        density = COMPUTED if mode == "sparse" else 1.0
+        density = (lane.density or COMPUTED) if mode == "sparse" else 1.0
         computed = (pairs * density).astype(np.int64)[:, None, None].repeat(LAYERS, 1).repeat(HEADS, 2)
         audits = tuple((audited(len(ids[one.item]), len(one.rows)),) * LAYERS for one in samples)
         # Under `auto` long texts have a plan in the first layer only.

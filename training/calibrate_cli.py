@@ -27,7 +27,10 @@ def calibrate_command(
     ] = None,
     json_file: Annotated[Path | None, Option("--json", help="File for the table, the curve and every head.")] = None,
 ) -> None:
-    """Allot density to heads and layers where it buys most, for one target; exactly one is given."""
+    """Allot density to heads and layers where it buys most, for one target; exactly one is given.
+
+    Working points of the cut before are dropped: `evaluate --write` measures new ones.
+    """
     from training.pipeline import calibrate_artifact
 
     target = _target({"recall": recall, "mass": mass, "density": density, "output": max_output_error})

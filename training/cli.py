@@ -184,21 +184,34 @@ def evaluate(
     ] = "",
     maps: Annotated[str, Option(help="The artifact's maps that predictors in the pattern use, such as hinge-r8.")] = "",
     json_file: Annotated[Path | None, Option("--json", help="File for the figures of every layer and head.")] = None,
+    write: Annotated[
+        bool,
+        Option(
+            "--write", help="Write the figures into the artifact, with working points and with figures in the loop."
+        ),
+    ] = False,
 ) -> None:
     """Measure an artifact's served predictors, or any pattern, on the held-out shards."""
     import json
 
     from training.pattern_text import evaluate_pattern
-    from training.pipeline import evaluate_artifact
+    from training.pipeline import evaluate_artifact, write_figures
 
+    if write and pattern:
+        raise ConfigError("evaluate: expected --write or --pattern, got both: an artifact holds figures of its own")
+    card = None
     with progress() as on_progress:
-        if pattern:
+        if write:
+            card, reports = write_figures(artifact, data, on_progress)
+        elif pattern:
             reports = evaluate_pattern(
                 artifact, data, pattern, maps, lambda done, total: on_progress("measure", done, total)
             )
         else:
             reports = evaluate_artifact(artifact, data, on_progress)
     _show(reports)
+    if card is not None:
+        _say_written(card, artifact)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps({name: report.as_dict() for name, report in reports.items()}, indent=1))
@@ -281,6 +294,12 @@ def _show(reports: dict[Any, Any]) -> None:
             table.add_row(str(layer), *(f"{float(values[layer]):.3f}" for values in report.layers.values()))
         table.add_row("mean", *(f"{value:.3f}" for value in report.overall.values()))
         Console().print(table)
+
+
+def _say_written(card: Any, folder: Path) -> None:
+    points = card.calibration.get("points", [])
+    densities = ", ".join(f"{point['density']:.3f}" for point in points) or "none, its predictors have no cut to move"
+    _say(f"Artifact {card.version} in {folder} holds these figures; working points at densities {densities}")
 
 
 def _say(text: str) -> None:

@@ -5,7 +5,8 @@ A folder of one split holds `manifest.json` and `shard-00000.safetensors` …; e
 `sparsefinder.edges` (`gold_offsets.<layer>`, `gold_flat.<layer>`, int32). A shard appears whole or not at all.
 
 The gold edges of softmax and of causal teachers are not stored: at thousands of tokens they would be larger than q and
-k, from which they are made again, exactly, when somebody asks. Held-out shards hold values as well (`training.values`).
+k, from which they are made again, exactly, when somebody asks. Held-out shards hold values as well (`training.values`),
+and the token `ids` `[I, N]`, so that figures can be measured with the attention in the loop.
 Of a layer that attends to a sliding window nothing is stored, since nothing is predicted there; the manifest names its
 `windows`.
 """
@@ -145,11 +146,14 @@ def extract(
 def extract_batch(
     teacher: Teacher, attached: Attached, chunks: Sequence[Sequence[int]], tokens: int, values: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors of one shard: the model runs `dense`, and every layer is seen on its way. values: keep them too."""
+    """The tensors of one shard: the model runs `dense`, and every layer is seen on its way.
+
+    values: keep values and token ids too.
+    """
     ids, mask = batch(teacher, chunks)
     missing = tokens - ids.shape[1]
     ids, mask = torch.nn.functional.pad(ids, (0, missing)), torch.nn.functional.pad(mask, (0, missing))
-    found: dict[str, Tensor] = {"mask": mask.cpu()}
+    found: dict[str, Tensor] = {"mask": mask.cpu()} | ({"ids": ids.to(torch.int32).cpu()} if values else {})
 
     def observe(call: LayerCall) -> None:
         if call.legal.radius is not None:
@@ -216,6 +220,15 @@ def read_values(folder: Path, layer: int, manifest: dict[str, Any] | None = None
     if not manifest.get("values"):
         return None
     return join_values(_read_parts(folder, manifest, [f"{name}.{layer}" for name in VALUE_TENSORS]), layer)
+
+
+def read_ids(folder: Path, manifest: dict[str, Any] | None = None) -> list[list[int]] | None:
+    """The token ids of every instance of a split, padding left out; None where it holds none (as training splits, and
+    what earlier versions extracted). Errors as in `read_layer`."""
+    parts = _read_parts(folder, manifest or read_manifest(folder), ["mask"], ["ids"])
+    if any("ids" not in part for part in parts):
+        return None
+    return [ids[mask].tolist() for part in parts for ids, mask in zip(part["ids"], part["mask"], strict=True)]
 
 
 def _read_parts(

@@ -23,11 +23,14 @@ from training.calibrate import Calibration, calibrate
 from training.config import ExtractConfig, FitConfig, RunConfig, Target, as_dict
 from training.corpus import chunk_tokens, default_texts, read_texts, split_texts, text_hash
 from training.evaluate import evaluate, has_pattern
-from training.extract import extract, make_manifest, read_manifest
-from training.fit import Fitted, fit, name_of, positional_of
+from training.extract import extract, make_manifest, read_ids, read_manifest
+from training.fit import Fitted, fit, measuring_items, name_of, positional_of
+from training.in_the_loop import loop_figures
+from training.working_points import measure_points
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, Split] = ("train", "heldout")
+OF_A_CUT = ("points", "loop", "measured")  # parts of a calibration that another cut makes wrong
 CHARACTERS_PER_TOKEN = 8  # more than any text needs: how much default text is read for so many tokens
 
 OnProgress = Callable[[str, int, int], None]
@@ -151,6 +154,37 @@ def evaluate_artifact(path: Path, shards: Path, on_progress: OnProgress) -> dict
     return measure(shards / "heldout", artifact.layers, artifact.card, on_progress)
 
 
+def write_figures(
+    path: Path, shards: Path, on_progress: OnProgress, reports: dict[SetName, Report] | None = None
+) -> tuple[Card, dict[SetName, Report]]:
+    """Measure an artifact on the held-out shards and write it again with what its card says of that, as a whole.
+
+    Written are the reports (measured here where they are not given), the working points, the figures in the loop (where
+    the shards hold token ids) and what all of them were measured on. Everything else stays; the version changes with
+    the points, because they decide what a request for a density gets.
+
+    Raises:
+        ArtifactError, DataError, IncompatibleModelError: what is missing, or of another teacher.
+    """
+    artifact = load(path)
+    manifest = check_shards(artifact, shards)
+    card, heldout = artifact.card, shards / "heldout"
+    found = measure(heldout, artifact.layers, card, on_progress) if reports is None else reports
+    points = measure_points(heldout, artifact.layers, positional_of(card), card.tile_size, on_progress)
+    items, ids = measuring_items(manifest["instances"]), read_ids(heldout, manifest)
+    figures: dict[str, Any] = {str(name): report.as_dict() for name, report in found.items()}
+    figures |= {"points": [point.as_dict() for point in points]} if points else {}
+    if ids is not None:
+        teacher = load_teacher(card.teacher)
+        attached = attach_artifact(teacher, artifact)
+        step = _step(on_progress, "measure in the loop")
+        figures["loop"] = loop_figures(teacher, attached, [ids[item] for item in items], card.gold_mass, step)
+    about = {name: manifest[name] for name in ("text", "text_sha256", "tokens")}
+    figures |= {"tokens": manifest["tokens"], "measured": about | {"instances": len(items), "libraries": _libraries()}}
+    kept = {name: value for name, value in card.calibration.items() if name not in OF_A_CUT}
+    return save(path, replace(artifact, card=replace(card, calibration=kept | figures))), found
+
+
 def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
     """The manifest of held-out shards, which must come from the artifact's teacher. DataError where they do not."""
     manifest = read_manifest(shards / "heldout")
@@ -162,20 +196,23 @@ def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
 
 
 def run(config: RunConfig, out: Path, on_progress: OnProgress) -> tuple[Card, dict[SetName, Report]]:
-    """Extract to `out/shards`, fit, calibrate where there is a target, evaluate, and write to `out/artifact`."""
+    """Extract to `out/shards`, fit, calibrate where there is a target, evaluate, find the working points, and write to
+    `out/artifact`."""
     extract_splits(config.extract, open_teacher(config.extract), out / "shards", on_progress)
     parts = (config.fit, config.extract, out / "shards", out / "artifact", on_progress)
     fitted = fit_artifact(*parts, target=config.target, keep=out / "fit")
-    if config.target is None:
-        return fitted
-    card, reports, _ = calibrate_artifact(out / "artifact", out / "shards", config.target, on_progress)
-    return card, reports
+    reports = fitted[1]
+    if config.target is not None:
+        _, reports, _ = calibrate_artifact(out / "artifact", out / "shards", config.target, on_progress)
+    return write_figures(out / "artifact", out / "shards", on_progress, reports)
 
 
 def calibrate_artifact(
     path: Path, shards: Path, target: Target, on_progress: OnProgress, out: Path | None = None
 ) -> tuple[Card, dict[SetName, Report], Calibration]:
     """Allot budgets to the heads of an artifact's served predictors, measure them, and write it again (to `out`).
+
+    The working points of the cut before are dropped.
 
     Raises:
         ArtifactError, DataError: what is missing, or of another teacher. ConfigError: predictors that nothing cuts.
@@ -186,7 +223,8 @@ def calibrate_artifact(
     found = calibrate(heldout, artifact.layers, positional_of(card), card.tile_size, target, on_progress)
     reports = measure(heldout, found.layers, card, on_progress)
     figures: dict[str, Any] = {str(name): report.as_dict() for name, report in reports.items()}
-    card = replace(card, calibration={**card.calibration, **figures, "allotted": found.as_dict()})
+    kept = {name: value for name, value in card.calibration.items() if name not in OF_A_CUT}
+    card = replace(card, calibration={**kept, **figures, "allotted": found.as_dict()})
     return save(out or path, replace(artifact, card=card, layers=found.layers)), reports, found
 
 

@@ -44,6 +44,7 @@ async def sparsity(request: Request) -> Response:
         "artifact_version": model.description.version,
         "set": "plan",
         "calibration": model.calibration,
+        "points": [point.figures() for point in model.description.points],
         "live": live
         | {
             "estimator": ESTIMATOR,
@@ -59,7 +60,7 @@ async def sparsity(request: Request) -> Response:
 async def info(request: Request) -> Response:
     """Settings without keys, versions, the artifact, the device and its threads."""
     engine, settings = engine_of(request), settings_of(request)
-    description = vars(engine.model.description)
+    description = {name: value for name, value in vars(engine.model.description).items() if name != "points"}
     content = {
         "model": settings.name(),
         "attention_modes": engine.model.description.modes,

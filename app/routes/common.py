@@ -13,6 +13,7 @@ from app import telemetry
 from app.auth import require_admin_key, require_api_key
 from app.engine import Engine
 from app.errors import ApiError
+from app.points import requested_headers, requested_part, resolved
 from app.schemas import Attended, Mode, Strict
 from app.servable import Answer, Asked, Description, Lane, Task
 from app.settings import Settings
@@ -96,7 +97,8 @@ def lane_of(
     """How the served model will compute a request.
 
     Raises:
-        ApiError: 404 for another model's name; 422 for a task or an attention mode that this model does not have.
+        ApiError: 404 for another model's name; 422 for a task or an attention mode that this model does not have, and
+            for a working point that it cannot be served at.
     """
     check_model(asked.model, settings)
     if task not in description.tasks:
@@ -106,7 +108,7 @@ def lane_of(
         reason = "expected entmax (alpha above 1) on a CPU for exact"
         message = f"attention: {reason}, got alpha {description.alpha:g} on {description.device}"
         raise ApiError(422, "attention_not_supported", message, "attention")
-    return Lane(task, asked.attention, None, options)
+    return Lane(task, asked.attention, resolved(asked, description, settings), options, asked.requested)
 
 
 async def run(request: Request, asked: Asked) -> Answer:
@@ -149,7 +151,7 @@ def headers_of(answer: Answer, mode: Mode) -> dict[str, str]:
         "x-sparsefinder-tokens": str(sum(answer.tokens)),
         "x-sparsefinder-queue-ms": f"{answer.queue_ms:.3f}",
         "x-sparsefinder-inference-ms": f"{answer.inference_ms:.3f}",
-    }
+    } | requested_headers(answer)
 
 
 def attention_part(answer: Answer, mode: Mode) -> dict[str, Any]:
@@ -170,7 +172,7 @@ def attention_part(answer: Answer, mode: Mode) -> dict[str, Any]:
         "truncated": answer.truncated,
         "queue_ms": answer.queue_ms,
         "inference_ms": answer.inference_ms,
-    }
+    } | requested_part(answer)
 
 
 def usage_part(answer: Answer) -> dict[str, int]:
