@@ -228,24 +228,31 @@ class Auditor:
     def watch(self) -> None:
         """Compare the live recall with the calibration (see `DriftWatch`); takes a while, so never on the worker."""
         try:
-            self.drift.check(self._served_records)
+            self.drift.check(lambda: self._records_of(self.version))
         except Exception as error:  # noqa: BLE001  (nobody waits for it who could be told)
             telemetry.log("drift_check_failed", logging.ERROR, error)
 
-    def live(self) -> dict[str, Any]:
-        """Figures of the audited requests that the serving version answered: overall, per layer, per head."""
-        return live_figures(self._served_records())
+    def live(self, version: str) -> dict[str, Any]:
+        """Figures of the audited requests that this version answered: overall, per layer, per head."""
+        return live_figures(self._records_of(version))
 
-    def points(self) -> list[dict[str, Any]]:
-        """Requests and recall at each other working point of the serving version, the most audited ones."""
+    def points(self, version: str) -> list[dict[str, Any]]:
+        """Requests and recall at each other working point of a version, the most audited ones."""
         with self._lock:
-            others = [(point.density, counts) for point, counts in self._others if point.version == self.version]
+            others = [(point.density, counts) for point, counts in self._others if point.version == version]
         most = Counter(density for density, _ in others).most_common(MOST_POINTS)
         found = []
         for density, requests in sorted(most):
             recall, span = pooled_recall([counts for at, counts in others if at == density])
             found.append({"density": density, "requests": requests, "recall": recall, "recall_interval": span})
         return found
+
+    def report(self, version: str) -> dict[str, Any]:
+        """The part `live` of /v1/sparsity; it takes a while, so beside the event loop and the worker."""
+        self.watch()
+        about = {"audit_rate": self.rate, "rows_per_request": self.rows, "window_requests": self.window}
+        figures = self.live(version) | {"points": self.points(version), "cost": self.cost()}
+        return figures | self.drift.shown() | about
 
     def cost(self) -> dict[str, Any]:
         """What audits have cost since the start, in time and in delay of one batch; what waits now."""
@@ -263,9 +270,9 @@ class Auditor:
             "waiting_bytes": held,
         }
 
-    def _served_records(self) -> list[Record]:
+    def _records_of(self, version: str | None) -> list[Record]:
         with self._lock:
-            return [counts for point, counts in self._records if point.version == self.version]
+            return [counts for point, counts in self._records if point.version == version]
 
     def _step(self, audit: _Waiting) -> None:
         """Measure one layer; its tensors are let go, and after the last one the counts are kept."""

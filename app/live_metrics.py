@@ -41,7 +41,7 @@ class LiveFigures(Collector):
             now = self._clock()
             if now >= self._until:
                 self._auditor.watch()
-                live = self._auditor.live()
+                live = self._auditor.live(self._auditor.version or "")
                 self._kept = [*_by_head(live), *_pooled(live), *_drift(self._auditor)]
                 self._until = now + KEPT_SECONDS
             return iter(self._kept)

@@ -95,7 +95,7 @@ def test_a_layer_without_a_plan_has_no_rows_and_counts_nothing() -> None:
     audit.offer(Point("v"), [without_plan(5)] * LAYERS)
     assert not audit.waiting  # nothing of it could be measured
     finish(audit, "v", [audited(4, 2), without_plan(4)])
-    figures = audit.live()
+    figures = audit.live("v")
     assert figures["overall"]["rows"] == 2 * HEADS
     assert figures["layers"][1]["recall"] is None
 
@@ -113,7 +113,7 @@ def test_live_figures_are_sums_over_requests() -> None:
     for keys, rows in ((4, 2), (10, 4)):
         finish(audit, "v", [audited(keys, rows)] * LAYERS)
     finish(audit, "v0", [audited(50, 1)] * LAYERS)  # another artifact's record is not mixed in
-    figures = audit.live()
+    figures = audit.live("v")
     assert figures["requests"] == 2
     overall = figures["overall"]
     assert overall["rows"] == 6 * LAYERS * HEADS
@@ -123,8 +123,7 @@ def test_live_figures_are_sums_over_requests() -> None:
     assert overall["sparsity"] == pytest.approx(1 - 6 / (2 * 4 + 4 * 10))
     assert len(figures["layers"]) == LAYERS
     assert len(figures["layers"][0]["heads"]) == HEADS
-    audit.serve("v9", None)
-    assert audit.live()["overall"] is None
+    assert audit.live("v9")["overall"] is None
 
 
 def test_the_interval_is_over_requests() -> None:
@@ -132,11 +131,11 @@ def test_the_interval_is_over_requests() -> None:
     good, bad = audited(4, 4), audited(4, 4)
     good.kept[:] = True
     finish(audit, "v", [good])
-    assert audit.live()["overall"]["recall_interval"] is None  # one request says nothing of the spread
+    assert audit.live("v")["overall"]["recall_interval"] is None  # one request says nothing of the spread
     for layer in [good] * 10 + [bad] * 9:
         finish(audit, "v", [layer])
-    low, high = audit.live()["overall"]["recall_interval"]
-    recall = audit.live()["overall"]["recall"]
+    low, high = audit.live("v")["overall"]["recall_interval"]
+    recall = audit.live("v")["overall"]["recall"]
     # Ten requests of recall 1 and ten of 1/2: the mean of n has the deviation 0.25 / sqrt(20), whatever rows they had.
     spread = 1.96 * 0.25 / 20**0.5
     assert recall == pytest.approx((11 + 9 / 2) / 20)
@@ -161,7 +160,7 @@ def test_the_window_forgets() -> None:
     audit = auditor(window=3)
     for _ in range(5):
         finish(audit, "v", [audited(4, 1)])
-    assert audit.live()["requests"] == 3
+    assert audit.live("v")["requests"] == 3
 
 
 def test_another_working_point_is_kept_apart() -> None:
@@ -175,11 +174,11 @@ def test_another_working_point_is_kept_apart() -> None:
         finish(audit, "v", [exact], density)
     for _ in range(9):
         finish(audit, "v0", [exact], 0.5)
-    assert (audit.live()["requests"], audit.live()["overall"]["recall"]) == (3, 0.5)
-    assert audit.points() == []  # of another version
+    assert (audit.live("v")["requests"], audit.live("v")["overall"]["recall"]) == (3, 0.5)
+    assert audit.points("v") == []  # of another version
     for density in (0.5, 0.5, 0.2):
         finish(audit, "v", [exact], density)
-    shown = [(point["density"], point["requests"], point["recall"]) for point in audit.points()]
+    shown = [(point["density"], point["requests"], point["recall"]) for point in audit.points("v")]
     assert shown == [(0.2, 1, 1.0), (0.5, 2, 1.0)]
     assert audit.figures.registry.get_sample_value("sparsefinder_audited_requests_total") == 3
 
@@ -200,7 +199,7 @@ def test_a_pause_ends_after_the_bound_and_the_layer_that_was_begun(
         assert clock.now - before < (bound_ms + layer_ms) / 1000 + 1e-9
     assert (len(pauses), sum(pauses)) == (slices, 6)
     assert set(pauses[:-1]) <= {-(-bound_ms // layer_ms)}  # no pause ends early
-    assert audit.live()["requests"] == 2
+    assert audit.live("v")["requests"] == 2
     assert audit.cost()["seconds"] == pytest.approx(6 * layer_ms / 1000)
 
 
@@ -241,7 +240,7 @@ def test_what_finds_no_room_is_dropped_and_counted() -> None:
     assert value("sparsefinder_audits_dropped_total") == audit.cost()["dropped"] == 3 + 2 + 5
     audit.work()
     assert not audit.waiting
-    assert audit.live()["requests"] == MOST_WAITING
+    assert audit.live("v")["requests"] == MOST_WAITING
 
 
 def test_what_waits_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
