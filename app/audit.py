@@ -27,9 +27,11 @@ from torch import Tensor
 from app import telemetry
 from app.drift import DriftWatch
 from app.live import FIELDS, Record, live_figures, pooled_recall
+from app.schemas import Mode
 from app.telemetry import Telemetry
 from sparsefinder.entmax import entmax
 
+AUDITED: tuple[Mode, ...] = ("sparse", "auto")  # the modes in which a plan can miss something
 MOST_WAITING = 8
 MOST_BYTES = 256 * 1024 * 1024
 BOUND = "bound_ms, one layer, and the copying of the audited rows of its own samples, for each batch"
@@ -211,6 +213,14 @@ class Auditor:
         self._pause = (started, now)
         self._spent(now - started)
 
+    def warm_up(self, audits: Sequence[Sequence[AuditedLayer]]) -> None:
+        """On the worker, before serving: what the first measured layer compiles and loads, no batch has to wait for."""
+        try:
+            for layer in (layer for layers in audits for layer in layers):
+                measure(layer)
+        except Exception as error:  # noqa: BLE001  (an audit must never stop the service)
+            telemetry.log("audit_failed", logging.ERROR, error)
+
     def batch_ran(self, arrived: float, seconds: float, copying: float) -> None:
         """Note a batch whose oldest request arrived at `arrived` (of the clock), and what audits made it wait for.
 
@@ -225,10 +235,10 @@ class Auditor:
             self._cost.inference_seconds += seconds - copying
             self._cost.longest_delay = max(self._cost.longest_delay, delay)
 
-    def watch(self) -> None:
+    def watch(self, at_once: bool = False) -> None:
         """Compare the live recall with the calibration (see `DriftWatch`); takes a while, so never on the worker."""
         try:
-            self.drift.check(lambda: self._records_of(self.version))
+            self.drift.check(lambda: self._records_of(self.version), at_once)
         except Exception as error:  # noqa: BLE001  (nobody waits for it who could be told)
             telemetry.log("drift_check_failed", logging.ERROR, error)
 
@@ -249,7 +259,7 @@ class Auditor:
 
     def report(self, version: str) -> dict[str, Any]:
         """The part `live` of /v1/sparsity; it takes a while, so beside the event loop and the worker."""
-        self.watch()
+        self.watch(at_once=True)
         about = {"audit_rate": self.rate, "rows_per_request": self.rows, "window_requests": self.window}
         figures = self.live(version) | {"points": self.points(version), "cost": self.cost()}
         return figures | self.drift.shown() | about

@@ -54,11 +54,12 @@ class DriftWatch:
             self._loop = loop if known else None
             self._reset("no audited request yet" if known else "the artifact has no calibration in the loop")
 
-    def check(self, records: Callable[[], Sequence[Record]]) -> None:
-        """Compare with these records, at most once in `SECONDS_BETWEEN`; any thread may ask."""
+    def check(self, records: Callable[[], Sequence[Record]], at_once: bool = False) -> None:
+        """Compare with these records; not `at_once`, only where `SECONDS_BETWEEN` are over. Any thread may ask."""
         with self._lock:
             loop, now = self._loop, self._clock()
-            if loop is None or (self._checked is not None and now - self._checked < SECONDS_BETWEEN):
+            early = self._checked is not None and now - self._checked < SECONDS_BETWEEN
+            if loop is None or (early and not at_once):
                 return
             self._checked = now
             found = list(records())

@@ -1,6 +1,7 @@
 """The real model behind the service: a softmax teacher, its entmax twin, and an artifact's predictors."""
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,7 +147,7 @@ class ServedModel:
             with self._attached.using(lane.mode, observe=seen):
                 outputs = compute()
             computed, ran = np.stack(seen.computed, axis=1), tuple(seen.ran)
-        return Forward(outputs, computed, legal, ran, seen.audits, tuple(seen.repairs))
+        return Forward(outputs, computed, legal, ran, seen.audits, tuple(seen.repairs), seen.copying_seconds)
 
     def _dense_pairs(self, mask: Tensor) -> Counts:
         """`[B, L, H]`: the pairs of each layer that exist, which in a sliding-window layer are few."""
@@ -185,6 +186,7 @@ class _Observer:
         self.computed: list[Counts] = []  # [B, H] of each layer
         self.ran: list[str] = []
         self.repairs: list[Repair | None] = []
+        self.copying_seconds = 0.0
         self._audited: list[list[AuditedLayer]] = [[] for _ in samples]
 
     @property
@@ -205,19 +207,31 @@ class _Observer:
             self.computed.append(legal_counts(call.legal)[:, None].repeat(self.heads, axis=1))
         else:  # `sparse` or `exact` was asked for: a layer without a plan would be dense in silence
             raise IncompatibleModelError(f"layer {call.layer}: expected a plan, got none")
+        started = time.perf_counter()
         for sample, audited in zip(self.samples, self._audited, strict=True):
             audited.append(audited_layer(call, sample))
+        self.copying_seconds += time.perf_counter() - started
 
 
 def audited_layer(call: LayerCall, sample: Sample) -> AuditedLayer:
     """The audited rows of one item, copied out of the batch so that the batch can be freed; none without a plan."""
-    b, heads = sample.item, call.q.shape[1]
+    b = sample.item
+    if call.plan is None:
+        return no_rows(call)
     real = call.legal.key_real[b].nonzero().flatten()
-    rows = call.legal.query_real[b].nonzero().flatten()[list(sample.rows if call.plan else ())]
-    keys = call.k[b][:, real].repeat_interleave(heads // call.k.shape[1], dim=0)
-    legal = call.legal.allows(b, rows[:, None], real[None, :])
-    kept = kept_keys(call.plan, b, rows)[:, :, real] if call.plan else legal.expand(heads, -1, -1)
-    return AuditedLayer(call.q[b][:, rows].clone(), keys.clone(), call.scale.clone(), call.alpha, legal, kept)
+    rows = call.legal.query_real[b].nonzero().flatten()[list(sample.rows)]
+    legal = call.legal.allows(b, rows[:, None], real[None, :]).clone()
+    kept = kept_keys(call.plan, b, rows)[:, :, real]
+    # Indexing by rows and keys copies; what is only a view would keep the whole batch in memory.
+    return AuditedLayer(call.q[b][:, rows], call.k[b][:, real], call.scale.clone(), call.alpha, legal, kept)
+
+
+def no_rows(call: LayerCall) -> AuditedLayer:
+    """What is audited of a layer that computed all legal pairs: nothing."""
+    heads, shared, width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+    none = torch.zeros(0, 0, dtype=torch.bool)
+    q, k = call.q.new_zeros(heads, 0, width), call.k.new_zeros(shared, 0, width)
+    return AuditedLayer(q, k, call.scale.clone(), call.alpha, none, none.expand(heads, 0, 0))
 
 
 def kept_keys(plan: Plan, b: int, rows: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class FakeModel:
     def __init__(self, loader: FakeLoader, folder: Path, values: dict[str, Any]):
         self.loader = loader
         self.values = values
-        self.calibration = {"set": "plan", "overall": {"recall": 0.9}}
+        self.calibration = {"set": "plan", "overall": {"recall": 0.9}, "loop": values.get("loop")}
         sizes = {"layers": LAYERS, "heads": HEADS, "dimensions": DIMENSIONS, "max_tokens": MAX_TOKENS}
         self.description = Description(
             folder.name,

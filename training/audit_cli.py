@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +18,7 @@ from training.audit_run import Audited, audit
 from training.progress_bar import progress
 
 BELOW = 1
-MEASURES = {"recall": "recall", "sparsity": "sparsity", "mass": "mass", "exact_rows": "exact rows"}
+MEASURES = {"recall": "recall", "sparsity": "sparsity", "mass": "mass", "exact_rows": "exact\nrows"}
 Option = typer.Option
 
 
@@ -38,7 +39,7 @@ def audit_command(
     service = Service(url, os.environ.get(key_env, "").strip() or None, key_env)
     with progress() as on_progress:
         found = audit(service, text or (), requests, attention, on_progress)
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table(found.sparsity))
     for line in words(found):
         console.print(line, soft_wrap=True)
@@ -51,14 +52,23 @@ def audit_command(
 
 
 def table(sparsity: dict[str, Any]) -> Table:
-    """Per layer and measure: calibrated on the dense model's q and k, in the loop, and live."""
+    """Per layer and measure, in percent: the card's calibration, the one in the loop, and live."""
     calibration, live = sparsity["calibration"] or {}, sparsity["live"]
-    sources = {"calibrated": calibration, "in the loop": calibration.get("loop") or {}, "live": live}
-    shown = Table(title=f"artifact {sparsity['artifact']} {sparsity['artifact_version']}", title_justify="left")
+    sources = {"card": calibration, "loop": calibration.get("loop") or {}, "live": live}
+    shown = Table(
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+        title_justify="left",
+        title=f"{sparsity['artifact']} {sparsity['artifact_version']}, in %",
+    )
+    shown.caption = "card: calibrated on q and k of the dense model; loop: calibrated with the plan in the loop"
     shown.add_column("layer", justify="right")
-    for heading in MEASURES.values():
-        for place, source in enumerate(sources):
-            shown.add_column(f"{heading + ':' if not place else ''}\n{source}", justify="right")
+    for measure, heading in MEASURES.items():
+        for source in sources:
+            shown.add_column(f"{heading}\n{source}", justify="right")
+        if measure == "recall":
+            shown.add_column("95 %\ninterval", justify="right")
     for index in range(len(live["layers"])):
         rows = {name: _at(source.get("layers") or [], index) for name, source in sources.items()}
         shown.add_row(str(index), *_cells(rows), end_section=index + 1 == len(live["layers"]))
@@ -101,11 +111,10 @@ def _at(layers: list[dict[str, Any]], index: int) -> dict[str, Any]:
 
 
 def _cells(rows: dict[str, dict[str, Any]]) -> list[str]:
-    return [_cell(row, measure) for measure in MEASURES for row in rows.values()]
-
-
-def _cell(row: dict[str, Any], measure: str) -> str:
-    if row.get(measure) is None:
-        return "–"
-    span = row.get("recall_interval") if measure == "recall" else None
-    return f"{row[measure]:.1%}" + (f" [{span[0]:.1%}, {span[1]:.1%}]" if span else "")
+    cells = []
+    for measure in MEASURES:
+        cells += ["–" if row.get(measure) is None else f"{100 * row[measure]:.1f}" for row in rows.values()]
+        if measure == "recall":
+            span = rows["live"].get("recall_interval")
+            cells.append(f"{100 * span[0]:.1f}–{100 * span[1]:.1f}" if span else "–")
+    return cells

@@ -132,6 +132,8 @@ def test_it_compares_at_most_once_a_second(watched: Watched) -> None:
         watched.now = 100 + step / 10
         watched.watch.check(records)
     assert asked == [100.0, 101.0, 102.0]
+    watched.watch.check(records, at_once=True)  # somebody reads it now
+    assert asked[3:] == [pytest.approx(102.9)]
 
 
 def served(**loop: Any) -> Auditor:
@@ -154,8 +156,7 @@ def test_another_working_point_does_not_drift(caplog: pytest.LogCaptureFixture) 
     auditor.watch()
     assert auditor.drift.state is None
     finish(auditor, 3)
-    auditor.drift.serve(CALIBRATION)  # so that it compares within the same second
-    auditor.watch()
+    auditor.watch(at_once=True)
     assert auditor.drift.state is not None
     assert auditor.drift.state.drifting
 
