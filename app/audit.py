@@ -29,6 +29,7 @@ from app.drift import DriftWatch
 from app.live import FIELDS, Record, live_figures, pooled_recall
 from app.schemas import Mode
 from app.telemetry import Telemetry
+from sparsefinder.edges import gold_pairs
 from sparsefinder.entmax import entmax
 
 AUDITED: tuple[Mode, ...] = ("sparse", "auto")  # the modes in which a plan can miss something
@@ -58,7 +59,8 @@ class Point:
 class AuditedLayer:
     """One layer of one item: the audited rows' queries, all keys, and which keys the plan let each row read.
 
-    A layer without a plan has no rows. H / Hkv heads share a key, as in the model.
+    A layer without a plan has no rows. H / Hkv heads share a key, as in the model. gold_mass: of a softmax model, what
+    its gold keys hold together (`sparsefinder.edges.gold_pairs`).
     """
 
     q: Float[Tensor, "H R D"]
@@ -67,6 +69,7 @@ class AuditedLayer:
     alpha: float
     legal: Bool[Tensor, "R M"]
     kept: Bool[Tensor, "H R M"]
+    gold_mass: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -87,7 +90,8 @@ def measure(layer: AuditedLayer) -> Record:
     scores = layer.scale[:, None, None] * (layer.q @ keys.transpose(-1, -2))
     legal = layer.legal.expand_as(scores)
     weights = entmax(scores, layer.alpha, legal)
-    gold, kept = weights > 0, layer.kept & legal
+    gold = gold_pairs(weights.flatten(0, 1), layer.alpha, layer.gold_mass).view_as(weights)
+    kept = layer.kept & legal
     hit = gold & kept
     rows = torch.full((heads,), count, device=scores.device)
     exact = (hit == gold).all(-1).sum(-1)

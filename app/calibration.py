@@ -10,6 +10,7 @@ SETS = ("plan", "pattern")
 def calibration_of(card: Mapping[str, Any]) -> dict[str, Any] | None:
     """Overall, per layer and per head: the plan's report, the pattern's beside it where the card has one; None without.
 
+    `loop`, measured with the plan in the loop, is laid out like that in the card.
     What else the card says of its calibration (curve, tokens) stays under `about`.
     """
     plan = card.get("plan")
@@ -18,7 +19,9 @@ def calibration_of(card: Mapping[str, Any]) -> dict[str, Any] | None:
     shown = _laid_out(plan) | {"estimator": ESTIMATOR}
     if "pattern" in card:
         shown["pattern"] = _laid_out(card["pattern"])
-    return shown | {"about": {name: value for name, value in card.items() if name not in SETS}}
+    if "loop" in card:
+        shown["loop"] = card["loop"]
+    return shown | {"about": {name: value for name, value in card.items() if name not in (*SETS, "loop")}}
 
 
 def _laid_out(report: Mapping[str, Any]) -> dict[str, Any]:

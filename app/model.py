@@ -92,6 +92,7 @@ class ServedModel:
             self._attached.ship_crossover()
         self._special = frozenset(original.tokenizer.all_special_ids) - {original.tokenizer.unk_token_id}
         self.calibration = calibration_of(card.calibration)
+        self._gold_mass = card.gold_mass
         self.description = Description(
             artifact=label(content.folder),
             version=card.version,
@@ -137,7 +138,7 @@ class ServedModel:
         teacher = self._original if lane.mode == "original" else self._twin
         tokens, mask = batch(teacher, ids)
         legal = legal_counts(Legal(mask, mask, causal=self.description.causal))
-        seen = _Observer(self.description.heads, samples, may_be_dense=lane.mode in ("dense", "auto"))
+        seen = _Observer(self.description.heads, samples, lane.mode in ("dense", "auto"), self._gold_mass)
         work = packed_embeddings if lane.task == "embed" and self.description.packs else TASKS[lane.task]
         compute = partial(work, teacher, ids, tokens, mask, lane)
         if lane.mode == "original":
@@ -179,10 +180,11 @@ TASKS: dict[Task, Compute] = {"embed": embeddings}
 class _Observer:
     """Counts what each layer computed, and keeps the audited rows of some items (none of a sliding-window layer)."""
 
-    def __init__(self, heads: int, samples: Sequence[Sample], may_be_dense: bool):
+    def __init__(self, heads: int, samples: Sequence[Sample], may_be_dense: bool, gold_mass: float | None):
         self.heads = heads
         self.samples = samples
         self.may_be_dense = may_be_dense
+        self.gold_mass = gold_mass
         self.computed: list[Counts] = []  # [B, H] of each layer
         self.ran: list[str] = []
         self.repairs: list[Repair | None] = []
@@ -209,11 +211,11 @@ class _Observer:
             raise IncompatibleModelError(f"layer {call.layer}: expected a plan, got none")
         started = time.perf_counter()
         for sample, audited in zip(self.samples, self._audited, strict=True):
-            audited.append(audited_layer(call, sample))
+            audited.append(audited_layer(call, sample, self.gold_mass))
         self.copying_seconds += time.perf_counter() - started
 
 
-def audited_layer(call: LayerCall, sample: Sample) -> AuditedLayer:
+def audited_layer(call: LayerCall, sample: Sample, gold_mass: float | None = None) -> AuditedLayer:
     """The audited rows of one item, copied out of the batch so that the batch can be freed; none without a plan."""
     b = sample.item
     if call.plan is None:
@@ -223,7 +225,8 @@ def audited_layer(call: LayerCall, sample: Sample) -> AuditedLayer:
     legal = call.legal.allows(b, rows[:, None], real[None, :]).clone()
     kept = kept_keys(call.plan, b, rows)[:, :, real]
     # Indexing by rows and keys copies; what is only a view would keep the whole batch in memory.
-    return AuditedLayer(call.q[b][:, rows], call.k[b][:, real], call.scale.clone(), call.alpha, legal, kept)
+    q, k = call.q[b][:, rows], call.k[b][:, real]
+    return AuditedLayer(q, k, call.scale.clone(), call.alpha, legal, kept, gold_mass)
 
 
 def no_rows(call: LayerCall) -> AuditedLayer:

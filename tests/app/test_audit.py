@@ -19,6 +19,10 @@ from app.audit import MOST_WAITING, AuditedLayer, Auditor, Point, Sample, measur
 from app.drift import DriftWatch
 from app.live import FIELDS, intervals
 from app.telemetry import Telemetry
+from sparsefinder.metrics import counts
+from sparsefinder.patterns.legal import Legal
+from sparsefinder.patterns.positional import window
+from sparsefinder.plan import build_plan, plan_matrix
 
 
 def auditor(**values: Any) -> Auditor:
@@ -106,6 +110,22 @@ def test_heads_that_share_a_key_are_measured_as_the_model_computes_them() -> Non
     shared = AuditedLayer(torch.randn(4, 2, 3), torch.randn(2, 7, 3), torch.ones(4), 1.5, legal, kept)
     apart = replace(shared, k=torch.stack([shared.k[head // 2] for head in range(4)]))
     np.testing.assert_array_equal(measure(shared), measure(apart))
+
+
+def test_gold_of_a_softmax_model_is_the_mass_that_calibration_counts() -> None:
+    """Else every key would be gold, and the recall nothing but the density of the plan."""
+    torch.manual_seed(0)
+    q, k, scale = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8), torch.ones(2)
+    legal = Legal(torch.ones(1, 6, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool))
+    plan = build_plan(window(1), legal, tile_size=1, heads=2)
+    expected = counts(q, k, plan, legal, 1.0, scale, gold_mass=0.8)
+    kept = torch.stack([plan_matrix(plan, legal, 0, head) for head in range(2)])
+    layer = AuditedLayer(q[0], k[0], scale, 1.0, torch.ones(6, 6, dtype=torch.bool), kept, 0.8)
+    found = dict(zip(FIELDS, measure(layer).T, strict=True))
+    for name in ("rows", "legal", "kept", "gold", "kept_gold", "exact_rows"):
+        assert found[name].tolist() == getattr(expected, name)[0].tolist(), name
+    np.testing.assert_allclose(found["mass"], expected.mass_sum[0], atol=1e-5)
+    assert found["gold"].sum() < found["legal"].sum()
 
 
 def test_live_figures_are_sums_over_requests() -> None:
