@@ -174,6 +174,7 @@ def test_every_figure_has_the_interval_it_would_have_alone(monkeypatch: pytest.M
     above = below * np.random.default_rng(1).random((30, 5))
     together = intervals(above, below)
     assert together[3] is None
+    assert together[4] == pytest.approx([above[29, 4] / below[29, 4]] * 2)
     for column in (0, 1, 2, 4):
         assert together[column] == pytest.approx(intervals(above[:, [column]], below[:, [column]])[0])
     monkeypatch.setattr("app.live.BLOCK", 30 * 7)  # draws in blocks of seven are the same draws

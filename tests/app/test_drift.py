@@ -8,6 +8,7 @@ import pytest
 from app_fakes import HEADS, LAYERS, audited
 
 from app.audit import Auditor, Point
+from app.calibration import calibration_of
 from app.drift import DriftWatch
 from app.live import FIELDS, Record
 from app.live_metrics import LiveFigures
@@ -104,6 +105,15 @@ def test_without_a_calibration_in_the_loop_it_is_not_known(watched: Watched, cal
     assert shown["drift"] is None
     assert "calibration in the loop" in shown["drift_reason"]
     assert not watched.events
+
+
+def test_the_card_s_calibration_in_the_loop_is_the_one_that_is_compared() -> None:
+    plan = {"set": "plan", "instances": 4, "overall": {"recall": 0.95}, "layers": {}, "heads": {}}
+    calibration = calibration_of({"plan": plan, "loop": LOOP, "tokens": 256})
+    assert calibration is not None
+    assert calibration["loop"] == LOOP
+    assert calibration["about"] == {"tokens": 256}
+    assert "loop" not in (calibration_of({"plan": plan}) or {})
 
 
 def test_a_layer_that_keeps_its_window_has_no_fall(watched: Watched) -> None:
