@@ -31,6 +31,7 @@ from app.schemas import Mode
 from app.telemetry import Telemetry
 from sparsefinder.edges import gold_pairs
 from sparsefinder.entmax import entmax
+from sparsefinder.threads import single_thread
 
 AUDITED: tuple[Mode, ...] = ("sparse", "auto")  # the modes in which a plan can miss something
 MOST_WAITING = 8
@@ -206,7 +207,8 @@ class Auditor:
         while self._waiting:
             audit = self._waiting[0]
             try:
-                self._step(audit)
+                with single_thread():  # a layer is less work than waiting for a second thread may be
+                    self._step(audit)
             except Exception as error:  # noqa: BLE001  (an audit must never stop the service)
                 telemetry.log("audit_failed", logging.ERROR, error)
                 self.figures.audit_failures.inc()

@@ -27,6 +27,7 @@ from sparsefinder.hf import Attached, LayerCall
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs
 from sparsefinder.teacher import Teacher, batch, embed, load_teacher, pool, require_encoder, tokenize
+from sparsefinder.threads import single_thread
 
 
 def choose_device(asked: str) -> str:
@@ -209,9 +210,14 @@ class _Observer:
             self.computed.append(legal_counts(call.legal)[:, None].repeat(self.heads, axis=1))
         else:  # `sparse` or `exact` was asked for: a layer without a plan would be dense in silence
             raise IncompatibleModelError(f"layer {call.layer}: expected a plan, got none")
+        if self.samples:
+            self._audit(call)
+
+    def _audit(self, call: LayerCall) -> None:
         started = time.perf_counter()
-        for sample, audited in zip(self.samples, self._audited, strict=True):
-            audited.append(audited_layer(call, sample, self.gold_mass))
+        with single_thread():
+            for sample, audited in zip(self.samples, self._audited, strict=True):
+                audited.append(audited_layer(call, sample, self.gold_mass))
         self.copying_seconds += time.perf_counter() - started
 
 
@@ -241,13 +247,19 @@ def kept_keys(plan: Plan, b: int, rows: Tensor) -> Tensor:
     """`Bool[H, R, M]`: which keys the plan lets these rows of item `b` read; no N×M matrix is made."""
     _, heads, _, width = plan.shape
     offsets, keys, first = (part.cpu().numpy() for part in (plan.offsets, plan.keys, plan.first_row))
-    tiles = {name: getattr(plan, f"tile_{name}").cpu().numpy() for name in ("batch", "head", "start", "rows")}
-    kept = np.zeros((heads, len(rows), width), dtype=bool)
-    mine = np.flatnonzero(tiles["batch"] == b)
-    for place, row in enumerate(rows.tolist()):
-        inside = (tiles["start"][mine] <= row) & (row < tiles["start"][mine] + tiles["rows"][mine])
-        for tile in mine[inside]:
-            entries = slice(offsets[tile], offsets[tile + 1])
-            may = first[entries] <= row - tiles["start"][tile]
-            kept[tiles["head"][tile], place, keys[entries][may]] = True
+    item, head, start, size = (
+        getattr(plan, f"tile_{name}").cpu().numpy() for name in ("batch", "head", "start", "rows")
+    )
+    mine, asked = np.flatnonzero(item == b), rows.cpu().numpy()
+    behind = asked[:, None] - start[mine]
+    place, tile = np.nonzero((behind >= 0) & (behind < size[mine]))  # each row has one tile in every head
+    tile, behind = mine[tile], behind[place, tile]
+    # The lists of those tiles one behind the other: which pair of row and tile an entry is of, and where it lies.
+    counts = offsets[tile + 1] - offsets[tile]
+    owner = np.repeat(np.arange(len(tile)), counts)
+    entry = np.arange(len(owner)) + np.repeat(offsets[tile] - np.cumsum(counts) + counts, counts)
+    may = first[entry] <= behind[owner]
+    owner, entry = owner[may], entry[may]
+    kept = np.zeros((heads, len(asked), width), dtype=bool)
+    kept[head[tile[owner]], place[owner], keys[entry]] = True
     return torch.from_numpy(kept).to(rows.device)

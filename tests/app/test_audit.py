@@ -228,6 +228,16 @@ def test_a_pause_ends_after_the_bound_and_the_layer_that_was_begun(
     assert audit.cost()["seconds"] == pytest.approx(6 * layer_ms / 1000)
 
 
+def test_a_layer_is_measured_by_one_thread_and_the_batches_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cores are busy, waiting for a second thread takes longer than the layer."""
+    torch.set_num_threads(2)
+    threads = []
+    monkeypatch.setattr("app.audit.measure", lambda layer: threads.append(torch.get_num_threads()) or measure(layer))
+    finish(auditor(), "v", [audited(4, 1)] * LAYERS)
+    assert threads == [1] * LAYERS
+    assert torch.get_num_threads() == 2
+
+
 def test_the_delay_of_a_batch_is_what_it_waited_for_audits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Ticking(monkeypatch, 30)
     audit = auditor(audit_ms=50.0, clock=clock)
