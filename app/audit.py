@@ -300,13 +300,13 @@ class Auditor:
         counts = np.stack(audit.counts)
         with self._lock:
             (self._records if audit.point.density is None else self._others).append((audit.point, counts))
-        self._leave(audit, finished=1)
         if audit.point.density is None:
             rows, _, _, gold, kept, _, _ = counts.sum((0, 1))
             self.figures.audited_requests.inc()
             self.figures.audited_rows.inc(rows)
             self.figures.audited_gold.inc(gold)
             self.figures.audited_kept.inc(kept)
+        self._leave(audit, finished=1)
 
     def _leave(self, audit: _Waiting, finished: int = 0, failed: int = 0) -> None:
         with self._lock:

@@ -143,7 +143,9 @@ class Telemetry:
             name + "exact_pairs", "Pairs beside the plan: scored for the proof, added.", ["kind"], registry=registry
         )
         self.truncated = Counter(name + "truncated_items", "Texts cut on the client's demand.", registry=registry)
-        self.audited_requests = Counter(name + "audited_requests", "Requests with audited rows.", registry=registry)
+        self.audited_requests = Counter(
+            name + "audited_requests", "Audited requests at the served point.", registry=registry
+        )
         self.audited_rows = Counter(name + "audited_rows", "Audited rows over layers and heads.", registry=registry)
         self.audited_gold = Counter(name + "audited_gold_pairs", "True pairs of the audited rows.", registry=registry)
         self.audited_kept = Counter(name + "audited_kept_gold_pairs", "Those the plan had kept.", registry=registry)
