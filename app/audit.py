@@ -1,56 +1,82 @@
 """Live recall: for a few rows of some requests the true graph is computed and compared with what the plan had kept.
 
-The estimator is Σ kept gold / Σ gold over the audited rows, with a bootstrap interval over requests, because the rows
-of one request are correlated. Gold is the served model's own entmax on its own q and k (design: in the loop).
+The estimator is Σ kept gold / Σ gold over the audited rows, with a bootstrap interval over requests (see `live`). Gold
+is the served model's own entmax on its own q and k (design: in the loop).
 
 What one audit may cost: one item of one request, `rows` rows per layer and head, so `rows · heads · layers` times the
-item's tokens scores, `rows / tokens` of what dense attention would compute. It runs on the worker after the answer.
+item's tokens scores, `rows / tokens` of what dense attention would compute. It runs on the worker between two batches,
+layer by layer, and stops for the next batch when `audit_ms` are used up; a layer that was begun is finished. So one
+batch is held up by at most `audit_ms`, one layer, and the copying of the rows of its own samples. At most
+`MOST_WAITING` audits wait, in `MOST_BYTES` together; what comes then is dropped and counted. No text is kept, only q, k
+and which keys were kept, and of a finished audit nothing but counts.
 """
 
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from app import telemetry
+from app.drift import DriftWatch
+from app.live import FIELDS, Record, live_figures, pooled_recall
+from app.schemas import Mode
 from app.telemetry import Telemetry
+from sparsefinder.edges import gold_pairs
 from sparsefinder.entmax import entmax
+from sparsefinder.threads import single_thread
 
-FIELDS = ("rows", "legal", "kept", "gold", "kept_gold", "mass", "exact_rows")
-Record = npt.NDArray[np.float64]
-RESAMPLES = 400
-PERCENTILES = (2.5, 97.5)
+AUDITED: tuple[Mode, ...] = ("sparse", "auto")  # the modes in which a plan can miss something
+MOST_WAITING = 8
+MOST_BYTES = 256 * 1024 * 1024
+BOUND = "bound_ms, one layer, and the copying of the audited rows of its own samples, for each batch"
+MOST_POINTS = 20  # other working points that are shown, those with the most requests
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Which rows of which item of a request are audited; after `within`, of which item of a batch."""
+    """Which rows of which item are audited: of a request, and once a batch is formed, of the batch."""
 
     item: int
     rows: tuple[int, ...]
 
-    def within(self, group: Sequence[int]) -> "Sample | None":
-        """The same sample seen from a batch that holds the items `group`, if it does."""
-        return Sample(group.index(self.item), self.rows) if self.item in group else None
+
+@dataclass(frozen=True)
+class Point:
+    """Whose figures belong together: an artifact's version at one working point; None is the one it serves."""
+
+    version: str
+    density: float | None = None
 
 
 @dataclass(frozen=True)
 class AuditedLayer:
-    """One layer of one item: the audited rows' queries, all keys, and which keys the plan let each row read."""
+    """One layer of one item: the audited rows' queries, all keys, and which keys the plan let each row read.
+
+    A layer without a plan has no rows. H / Hkv heads share a key, as in the model. gold_mass: of a softmax model, what
+    its gold keys hold together (`sparsefinder.edges.gold_pairs`).
+    """
 
     q: Float[Tensor, "H R D"]
-    k: Float[Tensor, "H M D"]
+    k: Float[Tensor, "Hkv M D"]
     scale: Float[Tensor, " H"]
     alpha: float
     legal: Bool[Tensor, "R M"]
     kept: Bool[Tensor, "H R M"]
+    gold_mass: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it holds in memory."""
+        tensors = (self.q, self.k, self.scale, self.legal, self.kept)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def measure(layer: AuditedLayer) -> Record:
@@ -58,28 +84,85 @@ def measure(layer: AuditedLayer) -> Record:
 
     `mass` sums the probability that falls on kept keys; a row is exact where all its gold keys are kept.
     """
-    scores = layer.scale[:, None, None] * (layer.q @ layer.k.transpose(-1, -2))
+    heads, count = layer.q.shape[:2]
+    if not count:
+        return np.zeros((heads, len(FIELDS)))
+    keys = layer.k.repeat_interleave(heads // layer.k.shape[0], dim=0)
+    scores = layer.scale[:, None, None] * (layer.q @ keys.transpose(-1, -2))
     legal = layer.legal.expand_as(scores)
     weights = entmax(scores, layer.alpha, legal)
-    gold, kept = weights > 0, layer.kept & legal
+    gold = gold_pairs(weights.flatten(0, 1), layer.alpha, layer.gold_mass).view_as(weights)
+    kept = layer.kept & legal
     hit = gold & kept
-    rows = torch.full((scores.shape[0],), scores.shape[1], device=scores.device)
+    rows = torch.full((heads,), count, device=scores.device)
     exact = (hit == gold).all(-1).sum(-1)
     sums = [legal.sum((1, 2)), kept.sum((1, 2)), gold.sum((1, 2)), hit.sum((1, 2)), (weights * kept).sum((1, 2))]
     return torch.stack([part.double() for part in [rows, *sums, exact]], -1).cpu().numpy()
 
 
-class Auditor:
-    """Chooses what is audited and keeps the records of the last `window` audited requests of the serving artifact."""
+@dataclass(eq=False)
+class _Waiting:
+    """An audit that is not finished: the layers to measure, and the counts of those that are."""
 
-    def __init__(self, rate: float, rows: int, window: int, figures: Telemetry):
+    point: Point
+    layers: deque[AuditedLayer]
+    counts: list[Record] = field(default_factory=list)
+
+
+@dataclass
+class _Cost:
+    """What audits have cost since the start."""
+
+    seconds: float = 0.0
+    inference_seconds: float = 0.0
+    longest_delay: float = 0.0
+    accepted: int = 0
+    finished: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+class Auditor:
+    """Chooses what is audited, does it between batches, and keeps the counts of the last `window` audited requests.
+
+    Requests at another working point than the served one have a window of their own, so that they can neither mix with
+    its figures nor push them out.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        rows: int,
+        window: int,
+        figures: Telemetry,
+        drift: DriftWatch,
+        *,
+        audit_ms: float = 50.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.rate = rate
         self.rows = rows
         self.window = window
+        self.audit_ms = audit_ms
         self.figures = figures
+        self.drift = drift
+        self.version: str | None = None
+        self._clock = clock
         self._random = np.random.default_rng(0)
-        self._records: deque[tuple[str, Record]] = deque(maxlen=window)
+        self._records: deque[tuple[Point, Record]] = deque(maxlen=window)
+        self._others: deque[tuple[Point, Record]] = deque(maxlen=window)
+        self._waiting: deque[_Waiting] = deque()
+        self._bytes = 0
+        self._pause = (0.0, 0.0)  # when the last one for audits began and ended
+        self._cost = _Cost()
         self._lock = threading.Lock()
+        figures.audits_waiting.set_function(lambda: len(self._waiting))
+        figures.audits_waiting_bytes.set_function(lambda: self._bytes)
+
+    def serve(self, version: str, calibration: Mapping[str, Any] | None) -> None:
+        """Name what serves from now on: its figures are shown and compared with its calibration."""
+        self.version = version
+        self.drift.serve(calibration)
 
     def choose(self, lengths: Sequence[int]) -> Sample | None:
         """A sample of a request with items of these lengths, for `rate` of the requests; every token is as likely."""
@@ -91,58 +174,154 @@ class Auditor:
         rows = self._random.choice(lengths[item], count, replace=False)
         return Sample(item, tuple(sorted(int(row) for row in rows)))
 
-    def record(self, version: str, layers: Sequence[AuditedLayer]) -> None:
-        """On the worker: measure one audited request and keep its counts."""
-        started = time.perf_counter()
-        counts = np.stack([measure(layer) for layer in layers])
-        self.figures.audit_seconds.inc(time.perf_counter() - started)
+    def admit(self, samples: Sequence[Sample]) -> list[Sample]:
+        """As many of a batch's samples as may wait; of the others nothing is even copied."""
         with self._lock:
-            self._records.append((version, counts))
-        rows, _, _, gold, kept, _, _ = counts.sum((0, 1))
-        self.figures.audited_requests.inc()
-        self.figures.audited_rows.inc(rows)
-        self.figures.audited_gold.inc(gold)
-        self.figures.audited_kept.inc(kept)
+            room = max(0, MOST_WAITING - len(self._waiting))
+        self._dropped(len(samples) - room)
+        return list(samples[:room])
 
-    def failed(self) -> None:
-        """Count an audit that raised."""
-        self.figures.audit_failures.inc()
+    def offer(self, point: Point, layers: Sequence[AuditedLayer]) -> None:
+        """Let an audit wait, where there is room for it and a layer of it has a plan."""
+        size = sum(layer.bytes for layer in layers)
+        if not any(layer.q.shape[1] for layer in layers):
+            return
+        with self._lock:
+            count = len(self._waiting)
+            full = count >= MOST_WAITING or (count > 0 and self._bytes + size > MOST_BYTES)
+            if not full:
+                self._waiting.append(_Waiting(point, deque(layers)))
+                self._bytes += size
+                self._cost.accepted += 1
+        if full:
+            self._dropped(1)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._waiting)
+
+    def work(self) -> None:
+        """On the worker, between two batches: layers of what waits until `audit_ms` are used up, at least one."""
+        started = now = self._clock()
+        while self._waiting:
+            audit = self._waiting[0]
+            try:
+                with single_thread():  # a layer is less work than waiting for a second thread may be
+                    self._step(audit)
+            except Exception as error:  # noqa: BLE001  (an audit must never stop the service)
+                telemetry.log("audit_failed", logging.ERROR, error)
+                self.figures.audit_failures.inc()
+                self._leave(audit, failed=1)
+            now = self._clock()
+            if now - started >= self.audit_ms / 1000:
+                break
+        self._pause = (started, now)
+        self._spent(now - started)
+
+    def warm_up(self, audits: Sequence[Sequence[AuditedLayer]]) -> None:
+        """On the worker, before serving: what the first measured layer compiles and loads, no batch has to wait for."""
+        try:
+            for layer in (layer for layers in audits for layer in layers):
+                measure(layer)
+        except Exception as error:  # noqa: BLE001  (an audit must never stop the service)
+            telemetry.log("audit_failed", logging.ERROR, error)
+
+    def batch_ran(self, arrived: float, seconds: float, copying: float) -> None:
+        """Note a batch whose oldest request arrived at `arrived` (of the clock), and what audits made it wait for.
+
+        seconds: of its forward pass. copying: the part of them in which audited rows were copied.
+        """
+        began, ended = self._pause
+        delay = max(0.0, ended - max(began, arrived)) + copying
+        self._pause = (0.0, 0.0)
+        self.figures.audit_delay.observe(delay)
+        self._spent(copying)
+        with self._lock:
+            self._cost.inference_seconds += seconds - copying
+            self._cost.longest_delay = max(self._cost.longest_delay, delay)
+
+    def watch(self, at_once: bool = False) -> None:
+        """Compare the live recall with the calibration (see `DriftWatch`); takes a while, so never on the worker."""
+        try:
+            self.drift.check(lambda: self._records_of(self.version), at_once)
+        except Exception as error:  # noqa: BLE001  (nobody waits for it who could be told)
+            telemetry.log("drift_check_failed", logging.ERROR, error)
 
     def live(self, version: str) -> dict[str, Any]:
         """Figures of the audited requests that this version answered: overall, per layer, per head."""
+        return live_figures(self._records_of(version))
+
+    def points(self, version: str) -> list[dict[str, Any]]:
+        """Requests and recall at each other working point of a version, the most audited ones."""
         with self._lock:
-            records = [counts for name, counts in self._records if name == version]
-        figures: dict[str, Any] = {"requests": len(records), "overall": None, "layers": []}
-        if not records:
-            return figures
-        stacked = np.stack(records)
-        figures["overall"] = _summary(stacked.sum((1, 2)))
-        for layer in range(stacked.shape[1]):
-            heads = [{"head": head} | _summary(stacked[:, layer, head]) for head in range(stacked.shape[2])]
-            figures["layers"].append({"layer": layer} | _summary(stacked[:, layer].sum(1)) | {"heads": heads})
-        return figures
+            others = [(point.density, counts) for point, counts in self._others if point.version == version]
+        most = Counter(density for density, _ in others).most_common(MOST_POINTS)
+        found = []
+        for density, requests in sorted(most):
+            recall, span = pooled_recall([counts for at, counts in others if at == density])
+            found.append({"density": density, "requests": requests, "recall": recall, "recall_interval": span})
+        return found
 
+    def report(self, version: str) -> dict[str, Any]:
+        """The part `live` of /v1/sparsity; it takes a while, so beside the event loop and the worker."""
+        self.watch(at_once=True)
+        about = {"audit_rate": self.rate, "rows_per_request": self.rows, "window_requests": self.window}
+        figures = self.live(version) | {"points": self.points(version), "cost": self.cost()}
+        return figures | self.drift.shown() | about
 
-def _summary(records: Record) -> dict[str, Any]:
-    """Ratios of sums over requests `[requests, len(FIELDS)]`; None where there is nothing to divide by."""
-    rows, legal, kept, gold, kept_gold, mass, exact = records.sum(0)
-    return {
-        "rows": int(rows),
-        "gold_pairs": int(gold),
-        "sparsity": 1 - kept / legal if legal else None,
-        "recall": kept_gold / gold if gold else None,
-        "recall_interval": _interval(records[:, 4], records[:, 3]),
-        "mass": mass / rows if rows else None,
-        "exact_rows": exact / rows if rows else None,
-    }
+    def cost(self) -> dict[str, Any]:
+        """What audits have cost since the start, in time and in delay of one batch; what waits now."""
+        with self._lock:
+            cost, waiting, held = replace(self._cost), len(self._waiting), self._bytes
+        share = cost.seconds / cost.inference_seconds if cost.inference_seconds else None
+        return {
+            "seconds": cost.seconds,
+            "share_of_inference": share,
+            "longest_delay_ms": cost.longest_delay * 1000,
+            "bound_ms": self.audit_ms,
+            "bound": BOUND,
+            **{name: getattr(cost, name) for name in ("accepted", "finished", "failed", "dropped")},
+            "waiting": waiting,
+            "waiting_bytes": held,
+        }
 
+    def _records_of(self, version: str | None) -> list[Record]:
+        with self._lock:
+            return [counts for point, counts in self._records if point.version == version]
 
-def _interval(above: Record, below: Record) -> list[float] | None:
-    """95 % bootstrap interval of Σ above / Σ below over requests (percentiles); None for fewer than two requests."""
-    if len(below) < 2 or not below.sum():
-        return None
-    random = np.random.default_rng(0)
-    weights = random.multinomial(len(below), np.full(len(below), 1 / len(below)), RESAMPLES)
-    totals = weights @ below
-    ratios = (weights @ above)[totals > 0] / totals[totals > 0]
-    return [float(edge) for edge in np.percentile(ratios, PERCENTILES)]
+    def _step(self, audit: _Waiting) -> None:
+        """Measure one layer; its tensors are let go, and after the last one the counts are kept."""
+        audit.counts.append(measure(audit.layers[0]))
+        with self._lock:
+            self._bytes -= audit.layers.popleft().bytes
+        if audit.layers:
+            return
+        counts = np.stack(audit.counts)
+        with self._lock:
+            (self._records if audit.point.density is None else self._others).append((audit.point, counts))
+        if audit.point.density is None:
+            rows, _, _, gold, kept, _, _ = counts.sum((0, 1))
+            self.figures.audited_requests.inc()
+            self.figures.audited_rows.inc(rows)
+            self.figures.audited_gold.inc(gold)
+            self.figures.audited_kept.inc(kept)
+        self._leave(audit, finished=1)
+
+    def _leave(self, audit: _Waiting, finished: int = 0, failed: int = 0) -> None:
+        with self._lock:
+            self._waiting.remove(audit)
+            self._bytes -= sum(layer.bytes for layer in audit.layers)
+            self._cost.finished += finished
+            self._cost.failed += failed
+
+    def _spent(self, seconds: float) -> None:
+        self.figures.audit_seconds.inc(seconds)
+        with self._lock:
+            self._cost.seconds += seconds
+
+    def _dropped(self, count: int) -> None:
+        if count > 0:
+            self.figures.audits_dropped.inc(count)
+            with self._lock:
+                self._cost.dropped += count

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from app.audit import AuditedLayer, Sample
+from app.audit import Sample
 from app.errors import ApiError, non_finite
 from app.servable import Counts, Forward, Ids, Lane, Servable
 from sparsefinder.certificate import Repair
@@ -35,7 +35,6 @@ class Ticket:
     seconds: float = 0.0
     ran: list[tuple[str, ...]] = field(default_factory=list)
     repairs: list[tuple[Repair | None, ...]] = field(default_factory=list)
-    audit: tuple[AuditedLayer, ...] = ()
 
     def __post_init__(self) -> None:
         self.outputs: list[object] = [None] * len(self.ids)
@@ -180,13 +179,12 @@ class Queue:
             raise ApiError(429, "queue_full", message, headers={"retry-after": str(wait)})
 
 
-def deliver(batch: Sequence[Item], done: Forward, seconds: float) -> list[Ticket]:
-    """Put a batch's outputs into its requests; returns those that are complete now.
+def deliver(batch: Sequence[Item], done: Forward, seconds: float) -> None:
+    """Put a batch's outputs into its requests; those that are complete now are answered.
 
     A request with NaN or infinity in an output fails, and no other does.
     """
     seen: dict[int, Ticket] = {}
-    samples = [item for item in batch if item.sample is not None]
     for place, item in enumerate(batch):
         ticket = item.ticket
         if not finite(done.outputs[place]):
@@ -196,16 +194,12 @@ def deliver(batch: Sequence[Item], done: Forward, seconds: float) -> list[Ticket
         ticket.computed = ticket.computed + done.computed[place]
         ticket.legal += int(done.legal[place])
         seen[id(ticket)] = ticket
-    for item, audit in zip(samples, done.audits, strict=True):
-        item.ticket.audit = audit
     for ticket in seen.values():
         ticket.seconds += seconds
         ticket.ran.append(done.ran)
         ticket.repairs.append(done.repairs)
-    complete = [ticket for ticket in seen.values() if not ticket.missing and not ticket.over]
-    for ticket in complete:
-        ticket.ready.set_result(None)
-    return complete
+        if not ticket.missing and not ticket.over:
+            ticket.ready.set_result(None)
 
 
 def finite(output: Any) -> bool:

@@ -7,7 +7,6 @@ whoever asked for it. Tokens are made on a second thread, so that reading a text
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from app import telemetry
-from app.audit import AuditedLayer, Auditor, Sample
+from app.audit import AUDITED, Auditor, Point, Sample
 from app.batching import Item, Queue, Ticket, deliver, finite
 from app.errors import ApiError, non_finite
 from app.inputs import prepare
@@ -59,7 +58,6 @@ class Engine:
         self._suspect = False
         self._stopping = False
         self._reloading = asyncio.Lock()
-        self._audits: deque[tuple[str, tuple[AuditedLayer, ...]]] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, "sparsefinder-worker", initializer=on_worker)
         self._reader = ThreadPoolExecutor(1, "sparsefinder-reader")
@@ -81,7 +79,7 @@ class Engine:
     async def start(self) -> None:
         """Load the first artifact; a failure is kept in `failure` for whoever asks why nothing serves."""
         try:
-            self._model = await self._load(self.folder)
+            self._take_over(await self._load(self.folder))
         except Exception as error:
             self.failure = error
             raise
@@ -112,7 +110,7 @@ class Engine:
         try:
             async with asyncio.timeout(self.request_seconds):
                 ids, truncated = await self._read_inputs(model, asked)
-                sample = self.auditor.choose([len(item) for item in ids]) if asked.lane.mode == "sparse" else None
+                sample = self.auditor.choose([len(item) for item in ids]) if asked.lane.mode in AUDITED else None
                 ticket = Ticket(model, asked.lane, ids, sample)
                 self.queue.add(ticket)
                 try:
@@ -175,30 +173,38 @@ class Engine:
                 telemetry.log("reload_failed", logging.ERROR, error, folder=target.name)
                 message = f"{target.name}: loading it raised {type(error).__name__}; {_serving(old)}"
                 raise ApiError(409, "artifact_unusable", message) from None
-            self._model, self.folder, self._suspect = fresh, target, False
+            self._take_over(fresh)
+            self.folder, self._suspect = target, False
             return old, fresh.description
+
+    def _take_over(self, fresh: Servable) -> None:
+        self._model = fresh
+        self.auditor.serve(fresh.description.version, fresh.calibration)
 
     async def _load(self, folder: Path) -> Servable:
         content = await asyncio.to_thread(self.loader.read, folder)
         fresh = await self._run(partial(self.loader.build, content))
         for mode in fresh.description.modes:  # compiles every kernel, so that no client waits for that
-            await self._run(partial(self._probe, fresh, mode))
+            sample = [Sample(0, (0, 1))] if mode in AUDITED else []
+            await self._run(partial(self._probe, fresh, mode, sample))
         return fresh
 
-    def _probe(self, model: Servable, mode: Mode = "sparse") -> None:
-        """On the worker: one forward pass must give finite vectors of the promised size."""
+    def _probe(self, model: Servable, mode: Mode = "sparse", samples: Sequence[Sample] = ()) -> None:
+        """On the worker: one forward pass must give finite vectors of the promised size; an audit of it is tried."""
         about = model.description
         task = about.tasks[0]
-        output = model.forward(model.tokenize([PROBE_TEXT]), Lane(task, mode), ()).outputs[0]
+        done = model.forward(model.tokenize([PROBE_TEXT]), Lane(task, mode), samples)
+        output = done.outputs[0]
         if task == "embed" and np.shape(output) != (about.dimensions,):
             raise SparsefinderError(f"probe: expected shape {(about.dimensions,)}, got {np.shape(output)}")
         if not finite(output):
             raise non_finite()
+        self.auditor.warm_up(done.audits)
 
     async def _serve_all(self) -> None:
-        """Serve batch after batch, and after each at most one audit, until the process stops and nothing waits."""
-        while self.queue or self._audits or not self._stopping:
-            if not self.queue and not self._audits and not self._stopping:
+        """Serve batch after batch, and after each a pause for audits, until the process stops and nothing waits."""
+        while self.queue or self.auditor.waiting or not self._stopping:
+            if not self.queue and not self.auditor.waiting and not self._stopping:
                 await self.queue.arrived.wait()
             batch = self.queue.take(self.max_batch_tokens)
             try:
@@ -208,15 +214,18 @@ class Engine:
                 telemetry.log("batch_lost", logging.ERROR, error)
                 for item in batch:
                     item.ticket.fail(error)
-            if self._audits:
-                await self._audit(*self._audits.popleft())
+            if self.auditor.waiting:
+                await self._run(self.auditor.work)
+                asyncio.get_running_loop().run_in_executor(None, self.auditor.watch)
 
     async def _serve(self, batch: Sequence[Item]) -> None:
         """Run one batch and answer whom it completes. Where it fails, each request in it is tried alone."""
         first, now = batch[0].ticket, time.perf_counter()
         for ticket in {id(item.ticket): item.ticket for item in batch}.values():
             ticket.begun = ticket.begun or now
-        samples = [Sample(place, item.sample.rows) for place, item in enumerate(batch) if item.sample is not None]
+        samples = self.auditor.admit(
+            [Sample(place, item.sample.rows) for place, item in enumerate(batch) if item.sample is not None]
+        )
         ids = [item.ids for item in batch]
         try:
             done = await self._run(partial(first.model.forward, ids, first.lane, samples))
@@ -228,9 +237,12 @@ class Engine:
         self._suspect = not all(map(finite, done.outputs))
         self.queue.measured(sum(map(len, ids)), seconds)
         self.figures.batch([len(item) for item in ids])
-        for ticket in deliver(batch, done, seconds):
-            if ticket.audit:
-                self._audits.append((ticket.model.description.version, ticket.audit))
+        self.auditor.batch_ran(first.arrived, seconds, done.copying_seconds)
+        deliver(batch, done, seconds)
+        point = Point(first.model.description.version, first.lane.density)
+        for sample, layers in zip(samples, done.audits, strict=True):
+            if finite(done.outputs[sample.item]):
+                self.auditor.offer(point, layers)
 
     async def _serve_apart(self, batch: Sequence[Item], error: Exception) -> None:
         tickets = {id(item.ticket): item.ticket for item in batch}
@@ -241,14 +253,6 @@ class Engine:
         for ticket in tickets.values():
             if not ticket.over:
                 await self._serve([item for item in batch if item.ticket is ticket])
-
-    async def _audit(self, version: str, layers: tuple[AuditedLayer, ...]) -> None:
-        """Measure one audited request; a failure there never reaches a client."""
-        try:
-            await self._run(partial(self.auditor.record, version, layers))
-        except Exception as error:  # noqa: BLE001
-            self.auditor.failed()
-            telemetry.log("audit_failed", logging.ERROR, error)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await self._on(self._worker, work)

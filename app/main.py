@@ -11,7 +11,9 @@ from fastapi import FastAPI
 from app import errors, routes, telemetry
 from app.audit import Auditor
 from app.batching import Queue
+from app.drift import DriftWatch
 from app.engine import Engine
+from app.live_metrics import LiveFigures
 from app.middleware import BodyLimit, Envelope
 from app.servable import Loader
 from app.settings import Settings
@@ -30,7 +32,11 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
         )  # here, for it takes transformers seconds to import, and tests need none of it
 
         loader = ModelLoader(settings.teacher, settings.device, settings.crossover, settings.head)
-    auditor = Auditor(settings.audit_rate, settings.audit_rows, settings.audit_window, figures)
+    drift = DriftWatch(settings.drift_requests, settings.drift_margin)
+    auditor = Auditor(
+        settings.audit_rate, settings.audit_rows, settings.audit_window, figures, drift, audit_ms=settings.audit_ms
+    )
+    figures.registry.register(LiveFigures(auditor))
     return Engine(
         loader,
         settings.artifact_path(),

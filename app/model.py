@@ -1,6 +1,7 @@
 """The real model behind the service: a softmax teacher, its entmax twin, and an artifact's predictors."""
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +39,7 @@ from sparsefinder.teacher import (
     require_encoder,
     tokenize,
 )
+from sparsefinder.threads import single_thread
 
 
 def choose_device(asked: str) -> str:
@@ -125,6 +127,7 @@ class ServedModel:
         self._special = frozenset(original.tokenizer.all_special_ids) - said
         modes = tuple(mode for mode in MODES if mode != "exact" or (card.alpha > 1 and device == "cpu"))
         self.calibration = calibration_of(card.calibration)
+        self._gold_mass = card.gold_mass
         self.description = Description(
             artifact=label(content.folder),
             version=card.version,
@@ -175,7 +178,7 @@ class ServedModel:
         teacher = self._original if lane.mode == "original" else self._twin
         tokens, mask = batch(teacher, ids)
         legal = legal_counts(Legal(mask, mask, causal=self.description.causal))
-        seen = _Observer(self.description.heads, samples, may_be_dense=lane.mode in ("dense", "auto"))
+        seen = _Observer(self.description.heads, samples, lane.mode in ("dense", "auto"), self._gold_mass)
         work = packed_embeddings if lane.task == "embed" and self.description.packs else TASKS[lane.task]
         compute = partial(work, self, teacher, ids, tokens, mask, lane)
         if lane.mode == "original":
@@ -186,7 +189,7 @@ class ServedModel:
             with self._attached.using(lane.mode, observe=seen, density=density):
                 outputs = compute()
             computed, ran = np.stack(seen.computed, axis=1), tuple(seen.ran)
-        return Forward(outputs, computed, legal, ran, seen.audits, tuple(seen.repairs))
+        return Forward(outputs, computed, legal, ran, seen.audits, tuple(seen.repairs), seen.copying_seconds)
 
     def _dense_pairs(self, mask: Tensor) -> Counts:
         """`[B, L, H]`: the pairs of each layer that exist, which in a sliding-window layer are few."""
@@ -222,13 +225,15 @@ TASKS: dict[Task, Compute] = {"embed": embeddings, "fill_mask": fill_mask, "scor
 class _Observer:
     """Counts what each layer computed, and keeps the audited rows of some items (none of a sliding-window layer)."""
 
-    def __init__(self, heads: int, samples: Sequence[Sample], may_be_dense: bool):
+    def __init__(self, heads: int, samples: Sequence[Sample], may_be_dense: bool, gold_mass: float | None):
         self.heads = heads
         self.samples = samples
         self.may_be_dense = may_be_dense
+        self.gold_mass = gold_mass
         self.computed: list[Counts] = []  # [B, H] of each layer
         self.ran: list[str] = []
         self.repairs: list[Repair | None] = []
+        self.copying_seconds = 0.0
         self._audited: list[list[AuditedLayer]] = [[] for _ in samples]
 
     @property
@@ -249,32 +254,56 @@ class _Observer:
             self.computed.append(legal_counts(call.legal)[:, None].repeat(self.heads, axis=1))
         else:  # `sparse` or `exact` was asked for: a layer without a plan would be dense in silence
             raise IncompatibleModelError(f"layer {call.layer}: expected a plan, got none")
-        for sample, audited in zip(self.samples, self._audited, strict=True):
-            audited.append(audited_layer(call, sample))
+        if self.samples:
+            self._audit(call)
+
+    def _audit(self, call: LayerCall) -> None:
+        started = time.perf_counter()
+        with single_thread():
+            for sample, audited in zip(self.samples, self._audited, strict=True):
+                audited.append(audited_layer(call, sample, self.gold_mass))
+        self.copying_seconds += time.perf_counter() - started
 
 
-def audited_layer(call: LayerCall, sample: Sample) -> AuditedLayer:
+def audited_layer(call: LayerCall, sample: Sample, gold_mass: float | None = None) -> AuditedLayer:
     """The audited rows of one item, copied out of the batch so that the batch can be freed; none without a plan."""
-    b, heads = sample.item, call.q.shape[1]
+    b = sample.item
+    if call.plan is None:
+        return no_rows(call)
     real = call.legal.key_real[b].nonzero().flatten()
-    rows = call.legal.query_real[b].nonzero().flatten()[list(sample.rows if call.plan else ())]
-    keys = call.k[b][:, real].repeat_interleave(heads // call.k.shape[1], dim=0)
-    legal = call.legal.allows(b, rows[:, None], real[None, :])
-    kept = kept_keys(call.plan, b, rows)[:, :, real] if call.plan else legal.expand(heads, -1, -1)
-    return AuditedLayer(call.q[b][:, rows].clone(), keys.clone(), call.scale.clone(), call.alpha, legal, kept)
+    rows = call.legal.query_real[b].nonzero().flatten()[list(sample.rows)]
+    legal = call.legal.allows(b, rows[:, None], real[None, :]).clone()
+    kept = kept_keys(call.plan, b, rows)[:, :, real]
+    # Indexing by rows and keys copies; what is only a view would keep the whole batch in memory.
+    q, k = call.q[b][:, rows], call.k[b][:, real]
+    return AuditedLayer(q, k, call.scale.clone(), call.alpha, legal, kept, gold_mass)
+
+
+def no_rows(call: LayerCall) -> AuditedLayer:
+    """What is audited of a layer that computed all legal pairs: nothing."""
+    heads, shared, width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+    none = torch.zeros(0, 0, dtype=torch.bool)
+    q, k = call.q.new_zeros(heads, 0, width), call.k.new_zeros(shared, 0, width)
+    return AuditedLayer(q, k, call.scale.clone(), call.alpha, none, none.expand(heads, 0, 0))
 
 
 def kept_keys(plan: Plan, b: int, rows: Tensor) -> Tensor:
     """`Bool[H, R, M]`: which keys the plan lets these rows of item `b` read; no N×M matrix is made."""
     _, heads, _, width = plan.shape
     offsets, keys, first = (part.cpu().numpy() for part in (plan.offsets, plan.keys, plan.first_row))
-    tiles = {name: getattr(plan, f"tile_{name}").cpu().numpy() for name in ("batch", "head", "start", "rows")}
-    kept = np.zeros((heads, len(rows), width), dtype=bool)
-    mine = np.flatnonzero(tiles["batch"] == b)
-    for place, row in enumerate(rows.tolist()):
-        inside = (tiles["start"][mine] <= row) & (row < tiles["start"][mine] + tiles["rows"][mine])
-        for tile in mine[inside]:
-            entries = slice(offsets[tile], offsets[tile + 1])
-            may = first[entries] <= row - tiles["start"][tile]
-            kept[tiles["head"][tile], place, keys[entries][may]] = True
+    item, head, start, size = (
+        getattr(plan, f"tile_{name}").cpu().numpy() for name in ("batch", "head", "start", "rows")
+    )
+    mine, asked = np.flatnonzero(item == b), rows.cpu().numpy()
+    behind = asked[:, None] - start[mine]
+    place, tile = np.nonzero((behind >= 0) & (behind < size[mine]))  # each row has one tile in every head
+    tile, behind = mine[tile], behind[place, tile]
+    # The lists of those tiles one behind the other: which pair of row and tile an entry is of, and where it lies.
+    counts = offsets[tile + 1] - offsets[tile]
+    owner = np.repeat(np.arange(len(tile)), counts)
+    entry = np.arange(len(owner)) + np.repeat(offsets[tile] - np.cumsum(counts) + counts, counts)
+    may = first[entry] <= behind[owner]
+    owner, entry = owner[may], entry[may]
+    kept = np.zeros((heads, len(asked), width), dtype=bool)
+    kept[head[tile[owner]], place[owner], keys[entry]] = True
     return torch.from_numpy(kept).to(rows.device)

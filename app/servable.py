@@ -68,7 +68,7 @@ class Forward:
 
     outputs: one per item, an array or a value with a property `finite`.
     ran: which path computed each layer.
-    audits: one per sample, what an audit looks at.
+    audits: one per sample, what an audit looks at; copying_seconds: what making them took.
     repairs: of mode `exact`, per layer; None where no plan was repaired.
     """
 
@@ -78,6 +78,7 @@ class Forward:
     ran: tuple[str, ...]
     audits: tuple[tuple[AuditedLayer, ...], ...] = ()
     repairs: tuple[Repair | None, ...] = ()
+    copying_seconds: float = 0.0
 
 
 @runtime_checkable

@@ -53,7 +53,17 @@ class Settings(BaseSettings):
     admin_keys: Keys = Field((), description="comma-separated; /admin needs one (see the README for the rule without)")
     audit_rate: float = Field(0.1, ge=0, le=1, allow_inf_nan=False, description="share of sparse requests audited")
     audit_rows: int = Field(8, ge=1, le=64, description="rows per layer and head whose true graph an audit computes")
+    audit_ms: float = Field(
+        50.0, gt=0, le=10_000, allow_inf_nan=False, description="longest pause for audits between two batches, and one"
+        " layer that was begun; audits that find no room are dropped"
+    )  # fmt: skip
     audit_window: int = Field(1000, ge=1, le=100_000, description="audited requests that live figures look back on")
+    drift_requests: int = Field(
+        50, ge=2, le=100_000, description="audited requests that it takes to compare live with calibrated recall"
+    )
+    drift_margin: float = Field(
+        0.03, ge=0, le=1, allow_inf_nan=False, description="how far the live recall may lie below the calibrated one"
+    )
     shutdown_seconds: int = Field(30, ge=0, description="how long a stop waits for running requests")
     log_level: Level = Field("info", description="least severe log line that is written")
 

@@ -20,6 +20,7 @@ LOGGER = logging.getLogger("sparsefinder.app")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 POWERS = tuple(float(2**n) for n in range(17))
+DELAYS = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _FACTS = "sparsefinder.facts"
@@ -142,11 +143,19 @@ class Telemetry:
             name + "exact_pairs", "Pairs beside the plan: scored for the proof, added.", ["kind"], registry=registry
         )
         self.truncated = Counter(name + "truncated_items", "Texts cut on the client's demand.", registry=registry)
-        self.audited_requests = Counter(name + "audited_requests", "Requests with audited rows.", registry=registry)
+        self.audited_requests = Counter(
+            name + "audited_requests", "Audited requests at the served point.", registry=registry
+        )
         self.audited_rows = Counter(name + "audited_rows", "Audited rows over layers and heads.", registry=registry)
         self.audited_gold = Counter(name + "audited_gold_pairs", "True pairs of the audited rows.", registry=registry)
         self.audited_kept = Counter(name + "audited_kept_gold_pairs", "Those the plan had kept.", registry=registry)
         self.audit_seconds = Counter(name + "audit_seconds", "Time spent on audits.", registry=registry)
+        self.audit_delay = Histogram(
+            name + "audit_delay_seconds", "How long audits held up one batch.", buckets=DELAYS, registry=registry
+        )
+        self.audits_dropped = Counter(name + "audits_dropped", "Audits for which no room was left.", registry=registry)
+        self.audits_waiting = Gauge(name + "audits_waiting", "Audits that are not finished.", registry=registry)
+        self.audits_waiting_bytes = Gauge(name + "audits_waiting_bytes", "What those hold.", registry=registry)
         self.audit_failures = Counter(name + "audit_failures", "Audits that raised.", registry=registry)
         self.reloads = Counter(name + "reloads", "Artifact reloads.", ["result"], registry=registry)
         self.ready = Gauge(name + "ready", "1 where the last readiness check succeeded.", registry=registry)

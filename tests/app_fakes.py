@@ -137,7 +137,7 @@ class FakeModel:
         self.values = values
         self.words = FakeWords()
         causal = values.get("causal", False)
-        self.calibration = {"set": "plan", "overall": {"recall": 0.9}}
+        self.calibration = {"set": "plan", "overall": {"recall": 0.9}, "loop": values.get("loop")}
         sizes = {"layers": LAYERS, "heads": HEADS, "dimensions": DIMENSIONS, "max_tokens": MAX_TOKENS}
         self.description = Description(
             folder.name,

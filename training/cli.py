@@ -1,4 +1,4 @@
-"""`sparsefinder-train`: extract, fit, evaluate, run, finetune, sweep and report.
+"""`sparsefinder-train`: extract, fit, evaluate, run, finetune, sweep, report and audit.
 
 A user's mistake is one line on stderr and exit code 2; Ctrl-C is one line and 130, and what is finished stays.
 """
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from sparsefinder.errors import ConfigError, SparsefinderError
 from sparsefinder.faiss_choice import check_faiss_wheels
+from training.audit_cli import audit_command
 from training.calibrate_cli import calibrate_command
 from training.cli_options import (
     EXTRACT,
@@ -224,6 +225,7 @@ app.command("calibrate")(_friendly(calibrate_command))
 app.command("finetune")(_friendly(finetune_command))
 app.command("mlm-head")(_friendly(mlm_head_command))
 app.command("sweep")(_friendly(sweep_command))
+app.command("audit")(_friendly(audit_command))
 app.command("report")(_friendly(report_command))
 
 

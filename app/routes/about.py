@@ -37,7 +37,7 @@ async def sparsity(request: Request) -> Response:
     """Per layer and head: calibration on held-out text, and live figures from audited rows of real requests."""
     engine = engine_of(request)
     model, auditor = engine.model, engine.auditor
-    live = await asyncio.to_thread(auditor.live, model.description.version)
+    live = await asyncio.to_thread(auditor.report, model.description.version)
     content = {
         "object": "sparsity",
         "artifact": model.description.artifact,
@@ -45,13 +45,7 @@ async def sparsity(request: Request) -> Response:
         "set": "plan",
         "calibration": model.calibration,
         "points": [point.figures() for point in model.description.points],
-        "live": live
-        | {
-            "estimator": ESTIMATOR,
-            "audit_rate": auditor.rate,
-            "rows_per_request": auditor.rows,
-            "window_requests": auditor.window,
-        },
+        "live": live | {"estimator": ESTIMATOR},
     }
     return json_answer(content)
 

@@ -1,5 +1,7 @@
 """Whether the process lives, whether its model answers, and its figures; all public."""
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
@@ -34,4 +36,6 @@ async def readyz(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Figures in Prometheus' text format."""
-    return Response(generate_latest(figures_of(request).registry), media_type=CONTENT_TYPE_LATEST)
+    # Beside the event loop: live figures are computed when they are read.
+    text = await asyncio.to_thread(generate_latest, figures_of(request).registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,29 +1,74 @@
 """Live recall: the estimator by hand, its interval, and what audits cost."""
 
+import logging
+import threading
 import time
+import types
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from app_fakes import HEADS, LAYERS, audited, embed, make_settings, serving
+from app_fakes import HEADS, LAYERS, FakeLoader, audited, embed, make_settings, serving, write_artifact
 from starlette.testclient import TestClient
 
-from app.audit import FIELDS, AuditedLayer, Auditor, Sample, measure
+from app.audit import MOST_WAITING, AuditedLayer, Auditor, Point, Sample, measure
+from app.drift import DriftWatch
+from app.live import FIELDS, intervals
+from app.servable import Asked, Lane
 from app.telemetry import Telemetry
+from sparsefinder.metrics import counts
+from sparsefinder.patterns.legal import Legal
+from sparsefinder.patterns.positional import window
+from sparsefinder.plan import build_plan, plan_matrix
 
 
 def auditor(**values: Any) -> Auditor:
-    return Auditor(**({"rate": 1.0, "rows": 4, "window": 100, "figures": Telemetry()} | values))
+    parts = {"rate": 1.0, "rows": 4, "window": 100, "figures": Telemetry(), "drift": DriftWatch(50, 0.03)}
+    made = Auditor(**(parts | values))
+    made.serve("v", None)
+    return made
 
 
-def live(client: TestClient, requests: int) -> dict[str, Any]:
-    """Live figures once so many requests are audited (audits run after the answers)."""
+def finish(audit: Auditor, version: str, layers: list[AuditedLayer], density: float | None = None) -> None:
+    """One audit from beginning to end."""
+    audit.offer(Point(version, density), layers)
+    while audit.waiting:
+        audit.work()
+
+
+def without_plan(keys: int) -> AuditedLayer:
+    return audited(keys, 0)
+
+
+class Ticking:
+    """A clock that stands still, but for every layer that is measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layer_ms: float):
+        self.now, self.layers = 100.0, 0
+
+        def measured(layer: AuditedLayer) -> Any:
+            self.now, self.layers = self.now + layer_ms / 1000, self.layers + 1
+            return measure(layer)
+
+        monkeypatch.setattr("app.audit.measure", measured)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def live(client: TestClient, requests: int, finished: int = 0) -> dict[str, Any]:
+    """Live figures once so many requests are audited, or audits finished (they run after the answers)."""
     until = time.monotonic() + 10
     while True:
         content = client.get("/v1/sparsity").json()
-        if content["live"]["requests"] >= requests or time.monotonic() > until:
+        done = content["live"]["requests"] >= requests and content["live"]["cost"]["finished"] >= finished
+        if done or time.monotonic() > until:
             figures: dict[str, Any] = content["live"]
             return figures
         time.sleep(0.02)
@@ -52,12 +97,47 @@ def test_measure_against_a_double_loop() -> None:
     np.testing.assert_allclose(measure(layer), expected, atol=1e-5)
 
 
+def test_a_layer_without_a_plan_has_no_rows_and_counts_nothing() -> None:
+    assert not measure(without_plan(5)).any()
+    audit = auditor()
+    audit.offer(Point("v"), [without_plan(5)] * LAYERS)
+    assert not audit.waiting  # nothing of it could be measured
+    finish(audit, "v", [audited(4, 2), without_plan(4)])
+    figures = audit.live("v")
+    assert figures["overall"]["rows"] == 2 * HEADS
+    assert figures["layers"][1]["recall"] is None
+
+
+def test_heads_that_share_a_key_are_measured_as_the_model_computes_them() -> None:
+    torch.manual_seed(0)
+    legal, kept = torch.ones(2, 7, dtype=torch.bool), torch.rand(4, 2, 7) < 0.5
+    shared = AuditedLayer(torch.randn(4, 2, 3), torch.randn(2, 7, 3), torch.ones(4), 1.5, legal, kept)
+    apart = replace(shared, k=torch.stack([shared.k[head // 2] for head in range(4)]))
+    np.testing.assert_array_equal(measure(shared), measure(apart))
+
+
+def test_gold_of_a_softmax_model_is_the_mass_that_calibration_counts() -> None:
+    """Else every key would be gold, and the recall nothing but the density of the plan."""
+    torch.manual_seed(0)
+    q, k, scale = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8), torch.ones(2)
+    legal = Legal(torch.ones(1, 6, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool))
+    plan = build_plan(window(1), legal, tile_size=1, heads=2)
+    expected = counts(q, k, plan, legal, 1.0, scale, gold_mass=0.8)
+    kept = torch.stack([plan_matrix(plan, legal, 0, head) for head in range(2)])
+    layer = AuditedLayer(q[0], k[0], scale, 1.0, torch.ones(6, 6, dtype=torch.bool), kept, 0.8)
+    found = dict(zip(FIELDS, measure(layer).T, strict=True))
+    for name in ("rows", "legal", "kept", "gold", "kept_gold", "exact_rows"):
+        assert found[name].tolist() == getattr(expected, name)[0].tolist(), name
+    np.testing.assert_allclose(found["mass"], expected.mass_sum[0], atol=1e-5)
+    assert found["gold"].sum() < found["legal"].sum()
+
+
 def test_live_figures_are_sums_over_requests() -> None:
     audit = auditor()
     for keys, rows in ((4, 2), (10, 4)):
-        audit.record("v1", [audited(keys, rows)] * LAYERS)
-    audit.record("v0", [audited(50, 1)] * LAYERS)  # another artifact's record is not mixed in
-    figures = audit.live("v1")
+        finish(audit, "v", [audited(keys, rows)] * LAYERS)
+    finish(audit, "v0", [audited(50, 1)] * LAYERS)  # another artifact's record is not mixed in
+    figures = audit.live("v")
     assert figures["requests"] == 2
     overall = figures["overall"]
     assert overall["rows"] == 6 * LAYERS * HEADS
@@ -74,10 +154,10 @@ def test_the_interval_is_over_requests() -> None:
     audit = auditor()
     good, bad = audited(4, 4), audited(4, 4)
     good.kept[:] = True
-    audit.record("v", [good])
+    finish(audit, "v", [good])
     assert audit.live("v")["overall"]["recall_interval"] is None  # one request says nothing of the spread
     for layer in [good] * 10 + [bad] * 9:
-        audit.record("v", [layer])
+        finish(audit, "v", [layer])
     low, high = audit.live("v")["overall"]["recall_interval"]
     recall = audit.live("v")["overall"]["recall"]
     # Ten requests of recall 1 and ten of 1/2: the mean of n has the deviation 0.25 / sqrt(20), whatever rows they had.
@@ -87,11 +167,165 @@ def test_the_interval_is_over_requests() -> None:
     assert high == pytest.approx(recall + spread, abs=0.04)
 
 
+def test_every_figure_has_the_interval_it_would_have_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = np.random.default_rng(0).integers(1, 9, (30, 5)).astype(float)
+    below[:, 3] = 0  # a layer without gold
+    below[:29, 4] = 0  # nearly without: draws that hold none of it say nothing
+    above = below * np.random.default_rng(1).random((30, 5))
+    together = intervals(above, below)
+    assert together[3] is None
+    assert together[4] == pytest.approx([above[29, 4] / below[29, 4]] * 2)
+    for column in (0, 1, 2, 4):
+        assert together[column] == pytest.approx(intervals(above[:, [column]], below[:, [column]])[0])
+    monkeypatch.setattr("app.live.BLOCK", 30 * 7)  # draws in blocks of seven are the same draws
+    assert intervals(above, below)[:3] == [pytest.approx(span) for span in together[:3]]
+
+
 def test_the_window_forgets() -> None:
     audit = auditor(window=3)
     for _ in range(5):
-        audit.record("v", [audited(4, 1)])
+        finish(audit, "v", [audited(4, 1)])
     assert audit.live("v")["requests"] == 3
+
+
+def test_another_working_point_is_kept_apart() -> None:
+    """Its requests neither mix with the served point's figures nor push them out of the window."""
+    audit = auditor(window=4)
+    exact = audited(4, 1)
+    exact.kept[:] = True
+    for _ in range(3):
+        finish(audit, "v", [audited(4, 1)])
+    for density in (0.5, 0.5, 0.2):
+        finish(audit, "v", [exact], density)
+    for _ in range(9):
+        finish(audit, "v0", [exact], 0.5)
+    assert (audit.live("v")["requests"], audit.live("v")["overall"]["recall"]) == (3, 0.5)
+    assert audit.points("v") == []  # of another version
+    for density in (0.5, 0.5, 0.2):
+        finish(audit, "v", [exact], density)
+    shown = [(point["density"], point["requests"], point["recall"]) for point in audit.points("v")]
+    assert shown == [(0.2, 1, 1.0), (0.5, 2, 1.0)]
+    assert audit.figures.registry.get_sample_value("sparsefinder_audited_requests_total") == 3
+
+
+@pytest.mark.parametrize(("layer_ms", "bound_ms", "slices"), [(30, 50, 3), (5, 50, 1), (80, 50, 6), (10, 20, 3)])
+def test_a_pause_ends_after_the_bound_and_the_layer_that_was_begun(
+    monkeypatch: pytest.MonkeyPatch, layer_ms: int, bound_ms: int, slices: int
+) -> None:
+    clock = Ticking(monkeypatch, layer_ms)
+    audit = auditor(audit_ms=float(bound_ms), clock=clock)
+    for _ in range(2):
+        audit.offer(Point("v"), [audited(4, 1)] * 3)
+    pauses = []
+    while audit.waiting:
+        before, measured = clock.now, clock.layers
+        audit.work()
+        pauses.append(clock.layers - measured)
+        assert clock.now - before < (bound_ms + layer_ms) / 1000 + 1e-9
+    assert (len(pauses), sum(pauses)) == (slices, 6)
+    assert set(pauses[:-1]) <= {-(-bound_ms // layer_ms)}  # no pause ends early
+    assert audit.live("v")["requests"] == 2
+    assert audit.cost()["seconds"] == pytest.approx(6 * layer_ms / 1000)
+
+
+def test_a_layer_is_measured_by_one_thread_and_the_batches_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where cores are busy, waiting for a second thread takes longer than the layer."""
+    torch.set_num_threads(2)
+    threads = []
+    monkeypatch.setattr("app.audit.measure", lambda layer: threads.append(torch.get_num_threads()) or measure(layer))
+    finish(auditor(), "v", [audited(4, 1)] * LAYERS)
+    assert threads == [1] * LAYERS
+    assert torch.get_num_threads() == 2
+
+
+def test_the_delay_of_a_batch_is_what_it_waited_for_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Ticking(monkeypatch, 30)
+    audit = auditor(audit_ms=50.0, clock=clock)
+    audit.offer(Point("v"), [audited(4, 1)] * 6)
+    clock.now = 10.0
+    audit.work()  # two layers: until 10.06
+    audit.batch_ran(arrived=9.0, seconds=2.0, copying=0.0)  # waited all the time
+    audit.work()  # until 10.12
+    audit.batch_ran(arrived=10.1, seconds=2.0, copying=0.5)  # came in the middle
+    audit.work()
+    audit.batch_ran(arrived=11.0, seconds=1.5, copying=0.0)  # came later
+    audit.batch_ran(arrived=9.0, seconds=0.0, copying=0.0)  # no pause before it
+    value = audit.figures.registry.get_sample_value
+    assert value("sparsefinder_audit_delay_seconds_sum") == pytest.approx(0.06 + 0.02 + 0.5)
+    assert value("sparsefinder_audit_delay_seconds_count") == 4
+    cost = audit.cost()
+    assert cost["longest_delay_ms"] == pytest.approx(520)
+    assert cost["bound_ms"] == 50
+    assert cost["seconds"] == pytest.approx(6 * 0.03 + 0.5)
+    assert cost["share_of_inference"] == pytest.approx(cost["seconds"] / 5.0)
+    assert (cost["accepted"], cost["finished"], cost["failed"], cost["dropped"]) == (1, 1, 0, 0)
+
+
+def test_what_finds_no_room_is_dropped_and_counted() -> None:
+    audit = auditor()
+    for _ in range(MOST_WAITING - 2):
+        audit.offer(Point("v"), [audited(4, 1)])
+    samples = [Sample(item, (0,)) for item in range(5)]
+    assert audit.admit(samples) == samples[:2]
+    for _ in range(4):
+        audit.offer(Point("v"), [audited(4, 1)])
+    assert audit.admit(samples) == []
+    value = audit.figures.registry.get_sample_value
+    assert value("sparsefinder_audits_waiting") == MOST_WAITING
+    assert value("sparsefinder_audits_dropped_total") == audit.cost()["dropped"] == 3 + 2 + 5
+    audit.work()
+    assert not audit.waiting
+    assert audit.live("v")["requests"] == MOST_WAITING
+
+
+def test_what_waits_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    audit, layer = auditor(audit_ms=1e-9), audited(100, 8)
+    tensors = (layer.q, layer.k, layer.scale, layer.legal, layer.kept)
+    assert layer.bytes == sum(tensor.element_size() * tensor.numel() for tensor in tensors)
+    monkeypatch.setattr("app.audit.MOST_BYTES", 5 * layer.bytes)
+    for _ in range(3):
+        audit.offer(Point("v"), [layer] * 2)
+    held = audit.figures.registry.get_sample_value
+    assert (held("sparsefinder_audits_waiting"), audit.cost()["dropped"]) == (2, 1)
+    left = []
+    while audit.waiting:
+        left.append(held("sparsefinder_audits_waiting_bytes"))
+        audit.work()  # one layer
+    assert left == [count * layer.bytes for count in (4, 3, 2, 1)]
+    assert held("sparsefinder_audits_waiting_bytes") == 0
+    audit.offer(Point("v"), [layer] * 9)  # alone it may be larger than the bound: long texts are audited too
+    assert audit.waiting
+
+
+def test_no_text_is_kept() -> None:
+    """Whatever an auditor holds is numbers: tensors, counts and names of versions."""
+    audit = auditor(audit_ms=1e-9)
+    for density in (None, 0.5):
+        finish(audit, "v", [audited(4, 1)], density)
+    audit.offer(Point("v"), [audited(4, 1)] * 2)
+    audit.work()
+    seen = [(place, value) for place, value in held(vars(audit)) if not isinstance(value, NUMBERS)]
+    assert {value for _, value in seen if isinstance(value, str)} <= {"v"}
+    assert all(isinstance(value, str) for _, value in seen), seen
+
+
+NUMBERS = (int, float, np.ndarray, torch.Tensor, type(None))
+PARTS = (Telemetry, DriftWatch, np.random.Generator, type(threading.Lock()), types.BuiltinFunctionType)
+
+
+def held(value: Any, place: str = "auditor") -> Iterator[tuple[str, Any]]:
+    """Every leaf of what an object holds, with where it is; parts that see no request are left out."""
+    if isinstance(value, PARTS):
+        return
+    if hasattr(value, "__dataclass_fields__"):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = value.items()
+        yield from (found for name, part in value for found in held(part, f"{place}.{name}"))
+    elif isinstance(value, list | tuple | deque):
+        yield from (found for part in value for found in held(part, f"{place}[]"))
+    else:
+        yield place, value
 
 
 def test_what_is_chosen_is_bounded_and_fair() -> None:
@@ -105,11 +339,6 @@ def test_what_is_chosen_is_bounded_and_fair() -> None:
     assert auditor(rate=0.0).choose([5]) is None
     some = auditor(rate=0.25)
     assert np.mean([some.choose([5]) is not None for _ in range(1000)]) == pytest.approx(0.25, abs=0.05)
-
-
-def test_a_sample_finds_its_batch() -> None:
-    assert Sample(7, (1,)).within([3, 7, 1]) == Sample(1, (1,))
-    assert Sample(7, (1,)).within([3, 1]) is None
 
 
 def test_live_figures_over_http(tmp_path: Path) -> None:
@@ -129,6 +358,106 @@ def test_live_figures_over_http(tmp_path: Path) -> None:
         text = client.get("/metrics").text
         assert "sparsefinder_audited_requests_total 2.0" in text
         assert f"sparsefinder_audited_gold_pairs_total {2 * 2 * 2 * LAYERS * HEADS}.0" in text
+
+
+def test_between_two_batches_there_is_one_pause_of_bounded_work(
+    tmp_path: Path, loader: FakeLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bound that one layer uses up, no batch waits for more than one layer, and idle time finishes the rest."""
+
+    def measured(layer: AuditedLayer) -> Any:
+        loader.calls.append(("layer", [], threading.current_thread().name))
+        return measure(layer)
+
+    monkeypatch.setattr("app.audit.measure", measured)
+    settings = make_settings(tmp_path, audit_rate=1.0, audit_ms=1e-6, max_batch_tokens=4)
+    with serving(settings, loader) as client:
+        begun = len(loader.calls)
+        loader.gate.clear()  # the first request holds the worker until the others wait
+        with ThreadPoolExecutor(6) as pool:
+            asked = [pool.submit(embed, client, "slow")]
+            while ("sparse", [3]) not in [call[:2] for call in loader.calls[begun:]]:
+                time.sleep(0.001)
+            asked += [pool.submit(embed, client, word) for word in ("one two", "three four", "five six", "seven")]
+            while client.app.state.engine.queue.items < 4:  # type: ignore[attr-defined]
+                time.sleep(0.001)
+            loader.gate.set()
+            assert {future.result(20).status_code for future in asked} == {200}
+        live(client, 5)
+    ran = [mode for mode, _, _ in loader.calls[begun:]]
+    last = len(ran) - ran[::-1].index("sparse")
+    assert ran[:last] == ["sparse", "layer"] * (last // 2) + ["sparse"]
+    assert ran[last:] == ["layer"] * (5 * LAYERS - last // 2)
+    assert len({thread for _, _, thread in loader.calls[begun:]}) == 1
+
+
+def test_more_samples_than_may_wait_are_dropped_before_they_are_copied(
+    tmp_path: Path, loader: FakeLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+    with serving(make_settings(tmp_path, audit_rate=1.0), loader) as client:
+        monkeypatch.setattr("app_fakes.audited", lambda *sizes: copied.append(sizes) or audited(*sizes))
+        loader.gate.clear()
+        count = MOST_WAITING + 5
+        with ThreadPoolExecutor(count + 1) as pool:
+            begun = len(loader.calls)
+            first = pool.submit(embed, client, "slow")
+            while len(loader.calls) == begun:
+                time.sleep(0.001)
+            asked = [pool.submit(embed, client, f"word{n}") for n in range(count)]
+            while client.app.state.engine.queue.items < count:  # type: ignore[attr-defined]
+                time.sleep(0.001)
+            loader.gate.set()
+            assert {future.result(20).status_code for future in [first, *asked]} == {200}
+        figures = live(client, MOST_WAITING)
+        # The first request's audit was measured in the pause before the batch of all others, or waits beside them.
+        assert figures["cost"]["dropped"] in (5, 6)
+        assert figures["cost"]["accepted"] + figures["cost"]["dropped"] == count + 1
+        assert len(copied) == figures["cost"]["accepted"]
+        assert f"sparsefinder_audits_dropped_total {figures['cost']['dropped']}.0" in client.get("/metrics").text
+
+
+def test_which_requests_are_audited(tmp_path: Path) -> None:
+    """Those that a plan answered; of another working point apart from the served one."""
+    with serving(make_settings(tmp_path, audit_rate=1.0)) as client:
+        for mode in ("original", "dense", "exact", "auto", "sparse"):
+            embed(client, "one two three", attention=mode)
+        engine = client.app.state.engine  # type: ignore[attr-defined]
+        for density in (0.3, 0.3, 0.1):
+            asked = Asked(["one two"], Lane("embed", "sparse", density), truncate=False)
+            client.portal.call(engine.ask, asked)  # type: ignore[union-attr]
+        figures = live(client, 2, finished=5)
+        assert figures["requests"] == 2
+        assert [(point["density"], point["requests"]) for point in figures["points"]] == [(0.1, 1), (0.3, 2)]
+        assert figures["points"][0]["recall"] == 0.5
+        assert 'sparsefinder_live_recall{head="all",layer="all"} 0.5' in client.get("/metrics").text
+
+
+def test_drift_over_http_begins_once_and_a_reload_forgets_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="sparsefinder.app")
+    settings = make_settings(tmp_path, audit_rate=1.0, drift_requests=3)
+    loop = {"overall": {"recall": 0.9}, "layers": [{"recall": 0.9}] * LAYERS}
+    write_artifact(tmp_path / "first", version="v1", loop=loop)
+    write_artifact(tmp_path / "second", version="v2", loop={"overall": {"recall": 0.5}})
+    with serving(settings) as client:
+        assert live(client, 0)["drift"] is None
+        for word in ("one", "two", "three", "four"):
+            embed(client, word)
+        drift = live(client, 4)["drift"]
+        assert (drift["drifting"], drift["calibrated_recall"], drift["live_recall"]) == (True, 0.9, 0.5)
+        assert drift["layer"] in range(LAYERS)
+        text = client.get("/metrics").text
+        assert "sparsefinder_drifting 1.0" in text
+        assert "sparsefinder_recall_drift 0.4" in text
+        live(client, 4)
+        assert client.post("/admin/reload", json={"artifact": "second"}).status_code == 200
+        figures = live(client, 0)
+        assert (figures["requests"], figures["drift"]) == (0, None)
+        for word in ("one", "two", "three"):
+            embed(client, word)
+        assert live(client, 3)["drift"]["drifting"] is False
+    said = [line.getMessage() for line in caplog.records if "drift" in line.getMessage()]
+    assert said == ["recall_drift"]
 
 
 def test_an_audit_that_fails_reaches_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
