@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from app.audit import Sample, measure
 from app.model import ModelLoader
+from app.servable import Lane
 from sparsefinder.artifact import load, save
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.errors import ArtifactError, DataError, IncompatibleModelError
@@ -166,14 +167,16 @@ def test_the_service_counts_windows_as_what_they_are(run):
     loader = ModelLoader(str(folder), "cpu", "default")
     model = loader.build(loader.read(out / "artifact"))
     ids = tiny.token_ids([20, 9])
-    windows = sum(sum(min(n, i + 4) - max(0, i - 3) for i in range(n)) for n in (20, 9))
+    windows = [sum(min(n, i + 4) - max(0, i - 3) for i in range(n)) for n in (20, 9)]
     for mode in ("sparse", "dense"):
-        found = model.forward(ids, mode, Sample(0, (2, 5)) if mode == "sparse" else None)
-        assert found.legal == 20 * 20 + 9 * 9
-        assert found.computed[0].tolist() == found.computed[2].tolist() == [windows] * HEADS
-        assert bool((found.computed[1] == found.legal).all()) == (mode == "dense")
-        rows = [measure(layer)[:, 0].tolist() for layer in found.audit]
-        assert rows == ([] if mode == "dense" else [[0.0] * HEADS, [2.0] * HEADS] * 2)
+        found = model.forward(ids, Lane("embed", mode), [Sample(0, (2, 5))] if mode == "sparse" else [])
+        assert found.legal.tolist() == [20 * 20, 9 * 9]
+        for item, pairs in enumerate(windows):
+            computed = found.computed[item]
+            assert computed[0].tolist() == computed[2].tolist() == [pairs] * HEADS
+            assert bool((computed[1] == found.legal[item]).all()) == (mode == "dense")
+        rows = [[measure(layer)[:, 0].tolist() for layer in audit] for audit in found.audits]
+        assert rows == ([] if mode == "dense" else [[[0.0] * HEADS, [2.0] * HEADS] * 2])
 
 
 def test_an_artifact_without_any_predictor_or_with_too_many_maps_is_refused(run, tmp_path):

@@ -37,6 +37,8 @@ from sparsefinder.artifact import load
 from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.teacher import load_teacher
 
+FAMILY = "👨\u200d👩\u200d👧"
+SCRIPTS = "latin Ελληνικά кириллица עברית العربية हिन्दी ไทย 日本語 한국어 ქართული"
 SHORT, LONG = token_ids(5, seed=1), token_ids(400, seed=2)
 
 
@@ -98,6 +100,10 @@ def test_a_text_of_one_token_has_nothing_to_score(fake: TestClient) -> None:
     assert error_of(score(fake, [5]), 422, "too_short")["param"] == "input"
     assert error_of(score(fake, [[5, 6], [5]]), 422, "too_short")["param"] == "input.1"
     assert entry(score(fake, [5, 6]))["scored_tokens"] == 1
+
+
+def test_every_script_and_signs_of_many_parts(fake: TestClient) -> None:
+    assert entry(score(fake, f"{SCRIPTS} {FAMILY}"))["scored_tokens"] == 11
 
 
 @pytest.mark.parametrize(
