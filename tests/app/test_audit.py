@@ -244,12 +244,12 @@ def test_the_delay_of_a_batch_is_what_it_waited_for_audits(monkeypatch: pytest.M
     audit.offer(Point("v"), [audited(4, 1)] * 6)
     clock.now = 10.0
     audit.work()  # two layers: until 10.06
-    audit.batch_ran(arrived=9.0, seconds=2.0, copying=0.0)  # waited all the time
+    audit.batch_ran(arrived=9.0, seconds=2.0, copying=0.0, samples=0)  # waited all the time
     audit.work()  # until 10.12
-    audit.batch_ran(arrived=10.1, seconds=2.0, copying=0.5)  # came in the middle
+    audit.batch_ran(arrived=10.1, seconds=2.0, copying=0.5, samples=1)  # came in the middle
     audit.work()
-    audit.batch_ran(arrived=11.0, seconds=1.5, copying=0.0)  # came later
-    audit.batch_ran(arrived=9.0, seconds=0.0, copying=0.0)  # no pause before it
+    audit.batch_ran(arrived=11.0, seconds=1.5, copying=0.0, samples=0)  # came later
+    audit.batch_ran(arrived=9.0, seconds=0.0, copying=0.0, samples=0)  # no pause before it
     value = audit.figures.registry.get_sample_value
     assert value("sparsefinder_audit_delay_seconds_sum") == pytest.approx(0.06 + 0.02 + 0.5)
     assert value("sparsefinder_audit_delay_seconds_count") == 4
@@ -259,6 +259,29 @@ def test_the_delay_of_a_batch_is_what_it_waited_for_audits(monkeypatch: pytest.M
     assert cost["seconds"] == pytest.approx(6 * 0.03 + 0.5)
     assert cost["share_of_inference"] == pytest.approx(cost["seconds"] / 5.0)
     assert (cost["accepted"], cost["finished"], cost["failed"], cost["dropped"]) == (1, 1, 0, 0)
+
+
+def test_copying_takes_what_the_pause_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Ticking(monkeypatch, 30)
+    audit = auditor(audit_ms=55.0, clock=clock)
+    samples = [Sample(item, (0,)) for item in range(6)]
+    assert audit.admit(samples) == samples  # nothing is known yet
+    audit.batch_ran(arrived=clock.now, seconds=1.0, copying=0.06, samples=6)  # 10 ms each
+    assert audit.admit(samples) == samples[:5]
+    audit.batch_ran(arrived=clock.now, seconds=1.0, copying=0.0, samples=0)  # teaches nothing
+    audit.offer(Point("v"), [audited(4, 1)])
+    audit.work()  # 30 ms
+    assert audit.admit(samples) == samples[:2]
+    audit.batch_ran(arrived=clock.now, seconds=1.0, copying=0.04, samples=2)  # 20 ms each: 12 ms are believed now
+    assert audit.admit(samples) == samples[:4]
+    audit.offer(Point("v"), [audited(4, 1)] * 2)
+    audit.work()  # 60 ms
+    assert audit.admit(samples) == []
+    audit.batch_ran(arrived=clock.now, seconds=1.0, copying=0.0, samples=0)
+    for _ in range(30):
+        audit.batch_ran(arrived=clock.now, seconds=1.0, copying=9.0, samples=1)
+    assert audit.admit(samples) == samples[:1]  # long texts are audited too, one by one
+    assert audit.cost()["dropped"] == 1 + 4 + 2 + 6 + 5
 
 
 def test_what_finds_no_room_is_dropped_and_counted() -> None:
