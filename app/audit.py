@@ -156,7 +156,7 @@ class Auditor:
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._pause = (0.0, 0.0)  # when the last one for audits began and ended
-        self._copying = 0.0  # seconds that a sample takes to copy, as it was of late
+        self._copying: float | None = None  # seconds that a sample takes to copy, as it was of late
         self._cost = _Cost()
         self._lock = threading.Lock()
         figures.audits_waiting.set_function(lambda: len(self._waiting))
@@ -180,7 +180,8 @@ class Auditor:
     def admit(self, samples: Sequence[Sample]) -> list[Sample]:
         """As many of a batch's samples as may wait and there is time to copy; of the others nothing is copied."""
         used = self._pause[1] - self._pause[0]
-        fit = int((self.audit_ms / 1000 - used) / self._copying) if self._copying else MOST_WAITING
+        each = self.audit_ms / 1000 if self._copying is None else self._copying
+        fit = int((self.audit_ms / 1000 - used) / each) if each else MOST_WAITING
         with self._lock:
             room = max(0, min(MOST_WAITING - len(self._waiting), fit if used else max(1, fit)))
         self._dropped(len(samples) - room)
@@ -241,7 +242,8 @@ class Auditor:
         delay = max(0.0, ended - max(began, arrived)) + copying
         self._pause = (0.0, 0.0)
         if samples:
-            self._copying += (copying / samples - self._copying) * (LEARNING if self._copying else 1)
+            each = copying / samples
+            self._copying = each if self._copying is None else self._copying + LEARNING * (each - self._copying)
         self.figures.audit_delay.observe(delay)
         self._spent(copying)
         with self._lock:
