@@ -5,10 +5,11 @@ is the served model's own entmax on its own q and k (design: in the loop).
 
 What one audit may cost: one item of one request, `rows` rows per layer and head, so `rows · heads · layers` times the
 item's tokens scores, `rows / tokens` of what dense attention would compute. It runs on the worker between two batches,
-layer by layer, and stops for the next batch when `audit_ms` are used up; a layer that was begun is finished. So one
-batch is held up by at most `audit_ms`, one layer, and the copying of the rows of its own samples. At most
-`MOST_WAITING` audits wait, in `MOST_BYTES` together; what comes then is dropped and counted. No text is kept, only q, k
-and which keys were kept, and of a finished audit nothing but counts.
+layer by layer, and stops for the next batch when `audit_ms` are used up; a layer that was begun is finished. What a
+batch's own samples need to be copied comes out of the same time: as many are taken as fit, by what copying took so
+far, and one where the pause was empty. So one batch is held up by `audit_ms` and one layer or one copy. At most
+`MOST_WAITING` audits wait, in `MOST_BYTES` together; what finds no room or time is dropped and counted. No text is
+kept, only q, k and which keys were kept, and of a finished audit nothing but counts.
 """
 
 import logging
@@ -35,8 +36,9 @@ from sparsefinder.threads import single_thread
 
 AUDITED: tuple[Mode, ...] = ("sparse", "auto")  # the modes in which a plan can miss something
 MOST_WAITING = 8
+LEARNING = 0.2  # weight of the last batch in the time that copying is believed to take
 MOST_BYTES = 256 * 1024 * 1024
-BOUND = "bound_ms, one layer, and the copying of the audited rows of its own samples, for each batch"
+BOUND = "of one batch: bound_ms, and one layer or the copying of one sample"
 MOST_POINTS = 20  # other working points that are shown, those with the most requests
 
 
@@ -154,6 +156,7 @@ class Auditor:
         self._waiting: deque[_Waiting] = deque()
         self._bytes = 0
         self._pause = (0.0, 0.0)  # when the last one for audits began and ended
+        self._copying: float | None = None  # seconds that a sample takes to copy, as it was of late
         self._cost = _Cost()
         self._lock = threading.Lock()
         figures.audits_waiting.set_function(lambda: len(self._waiting))
@@ -175,9 +178,12 @@ class Auditor:
         return Sample(item, tuple(sorted(int(row) for row in rows)))
 
     def admit(self, samples: Sequence[Sample]) -> list[Sample]:
-        """As many of a batch's samples as may wait; of the others nothing is even copied."""
+        """As many of a batch's samples as may wait and there is time to copy; of the others nothing is copied."""
+        used = self._pause[1] - self._pause[0]
+        each = self.audit_ms / 1000 if self._copying is None else self._copying
+        fit = int((self.audit_ms / 1000 - used) / each) if each else MOST_WAITING
         with self._lock:
-            room = max(0, MOST_WAITING - len(self._waiting))
+            room = max(0, min(MOST_WAITING - len(self._waiting), fit if used else max(1, fit)))
         self._dropped(len(samples) - room)
         return list(samples[:room])
 
@@ -227,14 +233,17 @@ class Auditor:
         except Exception as error:  # noqa: BLE001  (an audit must never stop the service)
             telemetry.log("audit_failed", logging.ERROR, error)
 
-    def batch_ran(self, arrived: float, seconds: float, copying: float) -> None:
+    def batch_ran(self, arrived: float, seconds: float, copying: float, samples: int) -> None:
         """Note a batch whose oldest request arrived at `arrived` (of the clock), and what audits made it wait for.
 
-        seconds: of its forward pass. copying: the part of them in which audited rows were copied.
+        seconds: of its forward pass. copying: the part of them in which the rows of so many samples were copied.
         """
         began, ended = self._pause
         delay = max(0.0, ended - max(began, arrived)) + copying
         self._pause = (0.0, 0.0)
+        if samples:
+            each = copying / samples
+            self._copying = each if self._copying is None else self._copying + LEARNING * (each - self._copying)
         self.figures.audit_delay.observe(delay)
         self._spent(copying)
         with self._lock:
@@ -267,7 +276,8 @@ class Auditor:
         """The part `live` of /v1/sparsity; it takes a while, so beside the event loop and the worker."""
         self.watch(at_once=True)
         about = {"audit_rate": self.rate, "rows_per_request": self.rows, "window_requests": self.window}
-        figures = self.live(version) | {"points": self.points(version), "cost": self.cost()}
+        cost = self.cost()  # first: what it calls finished is in the figures
+        figures = self.live(version) | {"points": self.points(version), "cost": cost}
         return figures | self.drift.shown() | about
 
     def cost(self) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class Engine:
         self._suspect = not all(map(finite, done.outputs))
         self.queue.measured(sum(map(len, ids)), seconds)
         self.figures.batch([len(item) for item in ids])
-        self.auditor.batch_ran(first.arrived, seconds, done.copying_seconds)
+        self.auditor.batch_ran(first.arrived, seconds, done.copying_seconds, len(samples))
         deliver(batch, done, seconds)
         point = Point(first.model.description.version, first.lane.density)
         for sample, layers in zip(samples, done.audits, strict=True):

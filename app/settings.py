@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     audit_rows: int = Field(8, ge=1, le=64, description="rows per layer and head whose true graph an audit computes")
     audit_ms: float = Field(
         50.0, gt=0, le=10_000, allow_inf_nan=False, description="longest pause for audits between two batches, and one"
-        " layer that was begun; audits that find no room are dropped"
+        " layer that was begun; audits that find no room or time are dropped"
     )  # fmt: skip
     audit_window: int = Field(1000, ge=1, le=100_000, description="audited requests that live figures look back on")
     drift_requests: int = Field(

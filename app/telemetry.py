@@ -153,7 +153,9 @@ class Telemetry:
         self.audit_delay = Histogram(
             name + "audit_delay_seconds", "How long audits held up one batch.", buckets=DELAYS, registry=registry
         )
-        self.audits_dropped = Counter(name + "audits_dropped", "Audits for which no room was left.", registry=registry)
+        self.audits_dropped = Counter(
+            name + "audits_dropped", "Audits for which no room or time was left.", registry=registry
+        )
         self.audits_waiting = Gauge(name + "audits_waiting", "Audits that are not finished.", registry=registry)
         self.audits_waiting_bytes = Gauge(name + "audits_waiting_bytes", "What those hold.", registry=registry)
         self.audit_failures = Counter(name + "audit_failures", "Audits that raised.", registry=registry)
