@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import math
 import os
 import shlex
 import sys
@@ -29,7 +30,7 @@ from typing import Any
 
 from benchmarks.load_clients import KEPT, Outcome, Text, ask, furthest, run_load, texts_of
 from benchmarks.load_page import CLOSE, failed, measured, summary_table, summed_up, verdicts
-from benchmarks.local_server import HOST, Server, cpu_seconds, running
+from benchmarks.local_server import HOST, Server, cpu_seconds, running, wait_ready
 from benchmarks.paired import hardware
 from sparsefinder.teacher import load_teacher
 from training.corpus import default_texts
@@ -73,11 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(
             "load: sentence-transformers is missing: pip install -c constraints.txt '.[cpu,teacher,bench]'"
         )
-    texts = texts_of(
-        load_teacher("minilm").tokenizer, "\n".join(default_texts("heldout", CHARACTERS)), SEQUENCE, options.seed
-    )
     started = time.perf_counter()
     with _all_servers() as up:
+        texts = texts_of(
+            load_teacher("minilm").tokenizer, "\n".join(default_texts("heldout", CHARACTERS)), SEQUENCE, options.seed
+        )
+        for server in up.values():
+            wait_ready(server)
         about = _about(options, texts, up["ours"])
         for name, value in about.items():
             print(f"{name}: {value}")
@@ -87,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     equal += [furthest(kept["original"], kept[name]) for name in baselines]
     result: dict[str, Any] = {"about": about | {"minutes": round((time.perf_counter() - started) / 60, 1)}}
     result |= {"ways": summed_up(rounds), "compared": sum(count for count, _ in equal)}
-    result["furthest"] = max(difference for count, difference in equal if count)
+    result["furthest"] = max((difference for count, difference in equal if count), default=math.nan)
     print("\n" + summary_table(result) + "\n")
     print("\n".join(verdicts(result)))
     if options.json:

@@ -32,7 +32,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[Server]:
-    """Start `command` with `--port N`, wait until /readyz says 200, and leave no process behind.
+    """Start `command` with `--port N` (see `wait_ready`), and leave no process behind.
 
     Settings of our own service in the environment are not handed on: a benchmark measures what its command says.
     """
@@ -45,7 +45,6 @@ def running(command: Sequence[str], log: Path) -> Iterator[Server]:
         )
     server = Server(process, port, log)
     try:
-        _wait(server)
         yield server
     finally:
         stop(server)
@@ -68,7 +67,8 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def _wait(server: Server) -> None:
+def wait_ready(server: Server) -> None:
+    """Until /readyz says 200; SystemExit with the server's last words where it does not come to that."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if server.process.poll() is not None:
