@@ -1,5 +1,5 @@
-"""kill −9, at every step of writing an artifact, in the middle of a retrain, and in the middle of a reload: what lies
-there afterwards is the old artifact or the new one, whole, and the next run is not disturbed by what was left behind."""
+"""kill −9, at every step of writing an artifact, in the middle of a retrain and of a reload: what lies there afterwards
+is the old artifact or the new one, whole, and the next run is not disturbed by what was left behind."""
 
 import contextlib
 import json
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import httpx
@@ -22,89 +21,51 @@ import tiny
 from cases_artifact import artifact, listing
 from tiny_bert import make_artifact, make_teacher
 
-from sparsefinder import atomic_folder
 from sparsefinder.artifact import CARD, load, save
+from sparsefinder.atomic_folder import write_folder
 from sparsefinder.errors import ArtifactError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WRITERS = {atomic_folder.__file__, shutil.__file__}
-
-
-def killed_at(line: int, path: Path, files: dict[str, bytes]) -> bool:
-    """Write the folder in a process that kills itself before its so-many-th line of writing; False: it came through."""
+# Both programs import once and fork a process for every command, since imports are most of what small ones take. The
+# first writes a folder and kills itself before its so-many-th line of writing; nothing is flushed to disk, as only the
+# process dies here and not the machine.
+WRITER = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+from sparsefinder import atomic_folder
+os.fsync = lambda handle: None
+for command in sys.stdin:
+    left, path, source, exchange = json.loads(command)
+    files = {file.name: file.read_bytes() for file in Path(source).iterdir()}
     child = os.fork()
     if child == 0:
-        left = line
-
-        def step(frame: FrameType, event: str, argument: Any) -> Any:
-            nonlocal left
-            if frame.f_code.co_filename not in WRITERS:
+        def step(frame, event, argument):
+            global left
+            if frame.f_code.co_filename not in (atomic_folder.__file__, shutil.__file__):
                 return None
             if event == "line":
                 left -= 1
                 if left < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
             return step
-
+        if not exchange:
+            atomic_folder._exchange = lambda a, b: False
         sys.settrace(step)
-        try:
-            atomic_folder.write_folder(path, files, CARD)
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("exchange", [True, False])
-def test_before_every_line_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
-    if not exchange:
-        monkeypatch.setattr(atomic_folder, "_exchange", lambda a, b: False)
-    path, other = tmp_path / "a", tmp_path / "other"
-    old, new = save(path, artifact()).version, save(other, artifact(alpha=1.4)).version
-    files, before = contents(other), contents(path)
-    seen = []
-    for line in range(1000):
-        if not killed_at(line, path, files):
-            break
-        seen.append(load(path).card.version)
-        save(path, artifact())  # the next run, beside all that was left behind
-        assert contents(path) == before
-    assert len(seen) > 50
-    assert seen == sorted(seen, key=[old, new].index)  # the change comes once, at one line
-    assert set(seen) == {old, new}
-    assert load(path).card.version == new
-    assert not path.with_name(".a.previous").exists()
-
-
-def test_before_every_line_of_the_first_writing(tmp_path: Path) -> None:
-    save(tmp_path / "other", artifact())
-    files, path = contents(tmp_path / "other"), tmp_path / "new" / "a"
-    for line in range(1000):
-        if not killed_at(line, path, files):
-            break
-        if path.exists():
-            assert contents(path) == files
-            shutil.rmtree(path)
-        else:
-            with pytest.raises(ArtifactError, match="expected an artifact folder"):
-                load(path)
-    assert contents(path) == files
-
-
-# One process that has imported everything forks one for every command: imports are most of what a small run takes.
+        atomic_folder.write_folder(Path(path), files, "card.json")
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 TRAINER = """
 import json, os, sys
 import training.calibrate, training.extract, training.fit, training.pipeline
 from training.cli import app
-for line in sys.stdin:
+for command in sys.stdin:
     child = os.fork()
     if child == 0:
         os.dup2(2, 1)
         try:
-            app(json.loads(line), standalone_mode=False)
+            app([str(one) for one in json.loads(command)], standalone_mode=False)
         except SystemExit as asked:
             os._exit(asked.code or 0)
         except BaseException as error:
@@ -114,25 +75,23 @@ for line in sys.stdin:
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-SMALL = ["--tokens", "24", "--instances", "6", "--heldout", "4"]
-QUICK = ["--steps", "4", "--tile-size", "8", "--tiles", "2", "--window", "3"]
 
 
-class Trainer:
-    """Runs `sparsefinder-train` and kills it when told to."""
+class Forks:
+    """One of the two programs: takes a command, forks, says the number of the process and its exit code."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, code: str, log: Path) -> None:
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TRAINER], cwd=REPOSITORY, text=True,
+            [sys.executable, "-c", code], cwd=REPOSITORY, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"),
         )  # fmt: skip
 
-    def run(self, *arguments: Any, kill_after: float | None = None) -> int:
+    def run(self, *command: Any, kill_after: float | None = None) -> int:
         """The exit code of one command; it is killed after so many seconds, if it still runs."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([str(one) for one in arguments]) + "\n")
+        self.process.stdin.write(json.dumps(command, default=str) + "\n")
         self.process.stdin.flush()
         child = int(self.process.stdout.readline())
         if kill_after is not None:
@@ -141,10 +100,10 @@ class Trainer:
                 os.kill(child, signal.SIGKILL)
         return int(self.process.stdout.readline())
 
-    def timed(self, *arguments: Any) -> float:
+    def timed(self, *command: Any) -> float:
         """Seconds of one command that must come through."""
         started = time.perf_counter()
-        assert self.run(*arguments) == 0, self.log.read_text()[-2000:]
+        assert self.run(*command) == 0, self.log.read_text()[-2000:]
         return time.perf_counter() - started
 
     def close(self) -> None:
@@ -154,10 +113,79 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path / "trainer.log")
-    yield trainer
-    trainer.close()
+def writer(tmp_path: Path) -> Iterator[Forks]:
+    with contextlib.closing(Forks(WRITER, tmp_path / "writer.log")) as forks:
+        yield forks
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Forks]:
+    with contextlib.closing(Forks(TRAINER, tmp_path / "trainer.log")) as forks:
+        yield forks
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_before_every_line_of_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Forks, exchange: bool
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    path, other = tmp_path / "a", tmp_path / "other"
+    old, new = save(path, artifact()).version, save(other, artifact(alpha=1.4)).version
+    before, seen = contents(path), []
+    while writer.run(len(seen), path, other, exchange) == -signal.SIGKILL:
+        seen.append(load(path).card.version)
+        write_folder(path, before, CARD)  # the next run, beside all that was left behind
+        assert contents(path) == before
+    assert len(seen) > 50
+    assert seen == sorted(seen, key=[old, new].index)  # the change comes once, at one line
+    assert set(seen) == {old, new}
+    assert load(path).card.version == new
+    assert not path.with_name(".a.previous").exists()
+
+
+def test_before_every_line_of_the_first_writing(tmp_path: Path, writer: Forks) -> None:
+    save(tmp_path / "other", artifact())
+    files, path, lines = contents(tmp_path / "other"), tmp_path / "new" / "a", 0
+    while writer.run(lines, path, tmp_path / "other", True) == -signal.SIGKILL:
+        lines += 1
+        if path.exists():
+            assert contents(path) == files
+            shutil.rmtree(path)
+        else:
+            with pytest.raises(ArtifactError, match="expected an artifact folder"):
+                load(path)
+    assert lines > 30
+    assert contents(path) == files
+
+
+class Moments:
+    """When to kill: at random within what a command takes, which the machine's other work may change at any time."""
+
+    def __init__(self, seconds: float, seed: int) -> None:
+        self.scale, self.drawn = seconds, 0
+        self._random = random.Random(seed)
+        self._started = time.monotonic()
+
+    def go_on(self, seconds: float, killed: int) -> bool:
+        """For so many seconds, and until at least three were killed."""
+        return killed < 3 or time.monotonic() < self._started + seconds
+
+    def draw(self) -> float:
+        self.drawn += 1
+        return self._random.uniform(0, self.scale)
+
+    def was_killed(self, code: int) -> bool:
+        assert code in (0, -signal.SIGKILL)
+        self.scale *= 1.1 if code else 0.7
+        return code != 0
+
+
+SMALL = ["--tokens", "24", "--instances", "6", "--heldout", "4"]
+QUICK = ["--steps", "4", "--tile-size", "8", "--tiles", "2", "--window", "3"]
 
 
 @pytest.fixture
@@ -171,7 +199,7 @@ def base(tmp_path: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_in_the_middle_of_a_retrain(tmp_path: Path, trainer: Trainer, base: list[Any]) -> None:
+def test_in_the_middle_of_a_retrain(tmp_path: Path, trainer: Forks, base: list[Any]) -> None:
     """Over an artifact that is there: it stays whole, old or new, whenever the retraining process is killed."""
     assert trainer.run(*base, "--out", tmp_path / "run") == 0, trainer.log.read_text()
     path, shards = tmp_path / "run" / "artifact", tmp_path / "run" / "shards"
@@ -181,31 +209,29 @@ def test_in_the_middle_of_a_retrain(tmp_path: Path, trainer: Trainer, base: list
         seconds = trainer.timed(*fit, "--out", tmp_path / f"whole-{seed}", "--seed", seed)
         known.add(load(tmp_path / f"whole-{seed}").card.hash)
     assert trainer.run(*fit, "--out", path, "--seed", 1) == 0
-    rng, codes = random.Random(0), []
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        seed, moment = 1 + len(codes) % 2, rng.uniform(0, 1.1 * seconds)
-        codes.append(trainer.run(*fit, "--out", path, "--seed", seed, kill_after=moment))
+    moments, killed = Moments(seconds, seed=0), 0
+    while moments.go_on(20, killed):
+        seed = 1 + moments.drawn % 2
+        code = trainer.run(*fit, "--out", path, "--seed", seed, kill_after=moments.draw())
+        killed += moments.was_killed(code)
         assert load(path).card.hash in known
-    assert codes.count(-signal.SIGKILL) > 2
     assert trainer.run(*fit, "--out", path, "--seed", 2) == 0
     assert contents(path).keys() == contents(tmp_path / "whole-2").keys()
     assert load(path).card.hash == load(tmp_path / "whole-2").card.hash
 
 
 @pytest.mark.slow
-def test_a_first_run_that_is_killed_again_and_again(tmp_path: Path, trainer: Trainer, base: list[Any]) -> None:
+def test_a_first_run_that_is_killed_again_and_again(tmp_path: Path, trainer: Forks, base: list[Any]) -> None:
     """The same command goes on from what is whole, and ends with what an undisturbed run writes."""
     seconds = trainer.timed(*base, "--out", tmp_path / "undisturbed")
-    whole, killed = load(tmp_path / "undisturbed" / "artifact").card.hash, 0
-    rng, path = random.Random(1), tmp_path / "run" / "artifact"
-    until = time.monotonic() + 12
-    while time.monotonic() < until:
-        killed += trainer.run(*base, "--out", tmp_path / "run", kill_after=rng.uniform(0, seconds)) < 0
+    whole, path = load(tmp_path / "undisturbed" / "artifact").card.hash, tmp_path / "run" / "artifact"
+    moments, killed = Moments(seconds, seed=1), 0
+    while moments.go_on(12, killed):
+        code = trainer.run(*base, "--out", tmp_path / "run", kill_after=moments.draw())
+        killed += moments.was_killed(code)
         if path.exists():
             assert load(path).card.hash == whole
             shutil.rmtree(tmp_path / "run")
-    assert killed > 2
     assert trainer.run(*base, "--out", tmp_path / "run") == 0, trainer.log.read_text()
     assert load(path).card.hash == whole
 
