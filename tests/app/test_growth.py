@@ -1,0 +1,129 @@
+"""What must not grow with traffic: memory, threads, and compiled kernels."""
+
+import asyncio
+import gc
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from app_fakes import FakeLoader, embed, make_settings, on_a_socket, serving
+from numba.core.registry import CPUDispatcher
+from tiny_bert import WORDS, make_artifact, make_teacher
+
+from app.model import ModelLoader
+from app.schemas import MODES
+from app.settings import Settings, load_settings
+from benchmarks.load_clients import post
+from benchmarks.soak_clients import connected
+
+BLOCKS, BLOCK, AT_ONCE = 10, 200, 64  # requests
+MIXED = ("original", "dense", "original", "sparse", "original")  # not `exact`, which shares no batches: too slow here
+# In the second half, where 6 was seen: 20 KiB that each request leaves behind would be found.
+MOST_MIB = 20.0
+CALLS = 64
+POOL = min(32, (os.cpu_count() or 1) + 4)  # threads that asyncio keeps for work beside the event loop
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Of the real engine on a random two-layer BERT."""
+    root = tmp_path_factory.mktemp("growth")
+    teacher = make_teacher(root / "teacher")
+    # Small batches: memory follows the largest one, and which one that is, is chance.
+    few = make_artifact(root / "few", teacher, 20)
+    return load_settings(teacher=str(teacher), artifact=few, device="cpu", threads=1, max_batch_tokens=2048)
+
+
+def loader_of(settings: Settings) -> ModelLoader:
+    return ModelLoader(settings.teacher, settings.device, "default")
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def text_of(tokens: int) -> str:
+    return " ".join(WORDS[n % len(WORDS)] for n in range(tokens - 2))
+
+
+def statuses(port: int, bodies: list[bytes]) -> list[int]:
+    """One client, one request after the other."""
+    with connected(port) as connection:
+        return [post(connection, body)[0] for body in bodies]
+
+
+@pytest.mark.slow
+def test_memory_levels_off(settings: Settings) -> None:
+    """2000 requests of 3 to 512 tokens; both halves hold blocks of the same modes, so that they can be compared."""
+    draw, seen = random.Random(0), []
+    with on_a_socket(settings, loader_of(settings)) as address, ThreadPoolExecutor(AT_ONCE) as pool:
+        for block in range(BLOCKS):
+            texts = [text_of(round(3 * (512 / 3) ** draw.random())) for _ in range(BLOCK)]
+            mode = MIXED[block % len(MIXED)]
+            bodies = [json.dumps({"input": text, "attention": mode}).encode() for text in texts]
+            shares = [bodies[first::AT_ONCE] for first in range(AT_ONCE)]
+            ask = partial(statuses, int(address.rpartition(":")[2]))
+            assert [status for answered in pool.map(ask, shares) for status in answered] == [200] * BLOCK
+            gc.collect()
+            seen.append(resident_mib())
+    assert seen[-1] - seen[BLOCKS // 2 - 1] < MOST_MIB, seen
+
+
+def test_threads_stay_bounded(tmp_path: Path) -> None:
+    """64 calls that wait at the same time, then 64 more: the server has no thread for each of them."""
+    loader = FakeLoader()
+    with on_a_socket(make_settings(tmp_path), loader) as address:
+
+        async def calls(client: httpx.AsyncClient) -> int:
+            loader.gate.clear()
+            running = [asyncio.create_task(client.post("/v1/embeddings", json={"input": "slow"})) for _ in range(CALLS)]
+            while f"sparsefinder_requests_running {CALLS + 1}.0" not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+            most = threads()
+            loader.gate.set()
+            assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
+            return max(most, threads())
+
+        async def twice() -> list[int]:
+            limits = httpx.Limits(max_connections=CALLS + 1)
+            async with httpx.AsyncClient(base_url=address, timeout=60, limits=limits) as client:
+                return [await calls(client) for _ in range(2)]
+
+        before = threads()
+        most = asyncio.run(twice())
+    assert max(most) - before <= POOL + 2, (before, most)
+
+
+def compiled() -> int:
+    """How many versions of kernels exist in this process, over all functions that numba compiles."""
+    return sum(len(one.signatures) for one in gc.get_objects() if isinstance(one, CPUDispatcher))
+
+
+def test_no_length_compiles_a_kernel(settings: Settings) -> None:
+    with serving(settings, loader_of(settings)) as client:
+        for mode in MODES:
+            embed(client, text_of(4), attention=mode)
+        before = compiled()
+        assert before > 5
+        for tokens in range(5, 40):
+            assert embed(client, text_of(tokens), attention=MODES[tokens % len(MODES)]).status_code == 200
+        assert embed(client, [text_of(n) for n in (7, 19, 130)], attention="sparse").status_code == 200
+        assert compiled() == before
+
+
+def test_a_new_kernel_would_be_counted() -> None:
+    from sparsefinder.numba_kernels import exact_kernel
+
+    twice = exact_kernel(lambda x: 2 * x)
+    before = compiled()
+    assert (twice(2), twice(2.5)) == (4, 5.0)
+    assert compiled() == before + 2
