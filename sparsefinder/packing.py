@@ -47,7 +47,7 @@ class Row:
     def spread(self, row: Tensor) -> Tensor:
         """From a row `[1, T, ...]` to the padded batch `[B, N, ...]`, with zeros where there is no token."""
         flat = row.new_zeros(self.mask.numel(), *row.shape[2:])
-        return flat.index_copy_(0, self.places, row[0]).unflatten(0, tuple(self.mask.shape))
+        return flat.index_copy_(0, self.places, row[0]).view(*self.mask.shape, *row.shape[2:])
 
 
 class _Thread(threading.local):
@@ -115,8 +115,9 @@ def _text_by_text(
     row = current_row()
     if row is None:
         return sdpa_attention_forward(module, q, k, v, mask, **rest)
-    parts = (x.split(row.lengths, dim=2) for x in (q, k, v))
-    outputs = [sdpa_attention_forward(module, *text, None, **rest)[0] for text in zip(*parts, strict=True)]
+    queries, keys, values = (torch.split(x, row.lengths, dim=2) for x in (q, k, v))
+    texts = zip(queries, keys, values, strict=True)
+    outputs = [sdpa_attention_forward(module, *text, attention_mask=None, **rest)[0] for text in texts]
     return torch.cat(outputs, 1), None
 
 

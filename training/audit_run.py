@@ -80,7 +80,8 @@ def pieces_of(files: Sequence[Path], count: int, characters: int) -> list[str]:
 
 def _cut(text: str, characters: int) -> list[str]:
     """Pieces that end at the first white space from `characters` on; a shorter rest counts only where it is all."""
-    pieces, start = [], 0
+    pieces: list[str] = []
+    start = 0
     while start < len(text):
         space = SPACE.search(text, start + characters)
         if space is None and pieces:
