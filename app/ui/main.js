@@ -164,7 +164,7 @@ function choose(i, j, moved = true) {
   matrix.select(i, j, moved);
   tokens.select(graph, answer.tokens, i, j, shown());
   $("arcs-of").textContent = drawArcs($("arcs"), graph, answer.tokens, shown(), i, $("all-arcs").checked);
-  if (moved) center($("arcs-scroll"), placeOf(i));
+  center($("arcs-scroll"), placeOf(i));
   $("clusters-part").hidden = !state.head.clusters;
   if (state.head.clusters) $("clusters-about").textContent = drawClusters($("clusters"), state.head.clusters, answer.tokens, i);
   $("readout").textContent = sentence(graph, answer.tokens, i, j);

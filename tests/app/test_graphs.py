@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_llama
 import torch
 from app_fakes import HEADS as FAKE_HEADS
 from app_fakes import LAYERS as FAKE_LAYERS
@@ -374,6 +375,34 @@ def test_causal_and_windowed_layers_have_the_graph_of_their_legal_pairs(root: Pa
                 assert kept <= allowed
                 assert (kept == allowed) == (radius is not None or n <= 4)
                 assert (head.pattern is None) == (radius is not None)
+
+
+def test_a_causal_model_with_shared_keys_has_graphs_that_look_back(tmp_path: Path) -> None:
+    teacher = tiny_llama.save_teacher(tmp_path / "teacher")
+    loader = ModelLoader(str(teacher), "cpu", "default")
+    model = loader.build(loader.read(tiny_llama.make_artifact(tmp_path / "few", teacher, keys=4)))
+    ids = [4 + n * n % 50 for n in range(24)]
+    calls: list[LayerCall] = []
+    with torch.inference_mode(), model._attached.using("sparse", observe=calls.append):
+        model._twin.model(input_ids=torch.tensor([ids]), use_cache=False)
+    lane = Lane("graph", "sparse", None, GraphOptions(gold=True, pattern=True))
+    graph = model.forward([ids, ids[:5]], lane, ()).outputs[0]
+    assert "graph" in model.description.tasks
+    for layer, call in zip(graph.layers, calls, strict=True):
+        assert layer.legal_pairs == legal_pairs(24, True)
+        keys = call.k.repeat_interleave(2, dim=1)  # each serves two heads
+        for h, head in enumerate(layer.heads):
+            gold = set()
+            for i in range(24):
+                scores = call.scale[h] * (keys[0, h, : i + 1] @ call.q[0, h, i])
+                gold |= {(i, j) for j, p in enumerate(entmax(scores[None], 1.5)[0].tolist()) if p > 0}
+            assert head.gold is not None
+            assert head.missed is not None
+            plan = pairs_of(vars(head.plan))
+            assert pairs_of(vars(head.gold)) == gold
+            assert pairs_of(vars(head.missed)) == gold - plan
+            assert all(j <= i for i, j in plan)
+            assert pairs_of(vars(head.pattern)) <= plan
 
 
 def test_not_a_number_in_a_layer_is_seen(root: Path) -> None:
