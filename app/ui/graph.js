@@ -69,11 +69,11 @@ export function nextGold(graph, i, j, step) {
   return j;
 }
 
-// Where to look first: the query that misses most, of equal ones the one that needs most.
-export function busiest(graph) {
-  const edge = graph.n > 2 ? 1 : 0; // special tokens, which everybody reads
+// Where to look first: the word that misses most as a query, of equal ones the one that needs most.
+export function busiest(graph, tokens) {
   let best = 0, most = -1;
-  for (let i = edge; i < graph.n - edge; i++) {
+  for (let i = 0; i < graph.n; i++) {
+    if (!/^\p{L}/u.test(tokens.pieces[i] ?? "")) continue;
     let count = 0;
     for (let j = 0; j < graph.n; j++) count += { [HIT]: 1, [MISSED]: graph.n }[kindAt(graph, i, j)] ?? 0;
     if (count > most) [best, most] = [i, count];

@@ -148,7 +148,7 @@ function showHead() {
   $("measures").replaceChildren(...MEASURES.map(([name, title]) => html("div", {}, html("dt", {}, title), html("dd", {}, share(measures[name])))));
   for (const kind of KINDS) $(`count-${kind}`).textContent = state.graph.counts[kind];
   $("count-legal").textContent = layer.legal_pairs;
-  if (state.query < 0) state.query = busiest(state.graph);
+  if (state.query < 0) state.query = busiest(state.graph, state.answer.tokens);
   redraw();
 }
 
