@@ -47,7 +47,9 @@ def graphs(
     attached: Attached, artifact: Artifact, teacher: Teacher, tokens: Tensor, mask: Tensor, options: GraphOptions
 ) -> list[Graph]:
     """The task `graph`: one forward pass of a batch in whatever mode is on, and the graphs of each item."""
-    seen = GraphObserver(options, artifact, attached.predictors, attached.tile_size)
+    cut = attached.run().cut  # of another density than the served one
+    predictors = attached.predictors if cut is None else cut.predictors
+    seen = GraphObserver(options, artifact, predictors, attached.tile_size)
     cache = {"use_cache": False} if teacher.causal else {}
     with attached.watching(seen):
         teacher.model(input_ids=tokens, attention_mask=mask.long(), **cache)

@@ -225,8 +225,6 @@ def graph(
 ) -> list[Graph]:
     """The task `graph`: what each layer and head read, and what it needed."""
     options = lane.options if isinstance(lane.options, GraphOptions) else GraphOptions()
-    if lane.density is not None:  # the served predictors alone would say what they did not predict here
-        options = replace(options, pattern=False)
     return model.graphs(teacher, tokens, mask, options)
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from sparsefinder.patterns.legal import Legal
 from sparsefinder.patterns.positional import Window
 from sparsefinder.plan import build_plan
 from sparsefinder.predictors import Clusters, Tiles, random_projections
+from sparsefinder.working_points import WorkingPoint
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "graphs.md"
 TEXT = " ".join(WORDS[n * n % 60] for n in range(70))  # 72 tokens, five tiles
@@ -184,6 +186,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_artifact(root / "tiles", teacher, keys=20)
     write(root / "beside", root / "tiles", None)
     write(root / "clusters", root / "tiles", lambda maps, c: Clusters(maps, c, torch.full((HEADS,), 2)))
+    points = [WorkingPoint(1.0, 0.2, 0.8, 0.7, 0.8, 0.3, (0.2,) * LAYERS), WorkingPoint(0, *[0.5] * 5, (0.5,) * LAYERS)]
+    card = replace(load(root / "tiles").card, calibration={"points": [point.as_dict() for point in points]})
+    maps = [random_projections(HEADS, 4, 16, seed=layer, form="bilinear") for layer in range(LAYERS)]
+    save(root / "points", Artifact(card, tuple(Tiles(one, threshold=-4.5) for one in maps)))
     make_artifact(root / "softmax", teacher, keys=20, alpha=1.0, gold_mass=0.8)
     return root
 
@@ -279,6 +285,21 @@ def test_the_pattern_is_what_was_predicted_before_window_and_tiles(served: TestC
                 assert len(lists) == 1
                 assert lists.pop() >= set(range(16))
                 assert {len({j for i, j in pattern if i == row and j > 15}) for row in range(16)} <= set(range(4, 21))
+
+
+def test_at_another_density_the_pattern_is_the_one_predicted_there(root: Path) -> None:
+    loader = ModelLoader(str(root / "teacher"), "cpu", "default")
+    model = loader.build(loader.read(root / "points"))
+    ids, options = [model.tokenize([TEXT])[0]], GraphOptions(pattern=True)
+    found = []
+    for density in (None, 0.5, 0.2):
+        graph = model.forward(ids, Lane("graph", "sparse", density, options), ()).outputs[0]
+        found.append([[pairs_of(vars(head.pattern)) for head in layer.heads] for layer in graph.layers])
+        for layer in graph.layers:
+            assert all(pairs_of(vars(head.pattern)) <= pairs_of(vars(head.plan)) for head in layer.heads)
+    served, same, fewer = found
+    assert served == same
+    assert all(few < many for few, many in zip(fewer[0], served[0], strict=True))  # later layers read other inputs
 
 
 def answer_folder(client: TestClient) -> str:
