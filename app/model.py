@@ -15,6 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from app.audit import AuditedLayer, Sample
 from app.calibration import calibration_of
+from app.graph_values import Graph, GraphOptions
+from app.graphs import graphs
 from app.heads import fill_mask, fill_mask_modes, read_heads, score, tasks_of
 from app.points import within
 from app.schemas import MODES
@@ -121,6 +123,7 @@ class ServedModel:
             self._attached.load_crossover()
         else:
             self._attached.ship_crossover()
+        self.graphs = partial(graphs, self._attached, artifact)
         self.words = Vocabulary(original.tokenizer, int(self._twin.model.config.vocab_size))
         self.heads = read_heads(original, self._twin, artifact, head)
         said = {original.tokenizer.unk_token_id, self.words.mask}
@@ -144,7 +147,7 @@ class ServedModel:
             device=device,
             threads=torch.get_num_threads(),  # of the worker, on which this runs
             modes=modes,
-            tasks=tasks_of(original, self.heads),
+            tasks=(*tasks_of(original, self.heads), "graph"),
             causal=original.causal,
             fill_mask_modes=fill_mask_modes(original, self.heads, modes),
             packs=self._packs(),
@@ -217,9 +220,17 @@ def packed_embeddings(
     return list(pool(teacher, packing.packed_hidden(teacher.model, tokens, mask), mask).float().cpu().numpy())
 
 
+def graph(
+    model: ServedModel, teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane
+) -> list[Graph]:
+    """The task `graph`: what each layer and head read, and what it needed."""
+    options = lane.options if isinstance(lane.options, GraphOptions) else GraphOptions()
+    return model.graphs(teacher, tokens, mask, options)
+
+
 # What computes each task: from a padded batch, inside the mode that was asked for, to one output per item.
 Compute = Callable[[ServedModel, Teacher, Sequence[Ids], Tensor, Tensor, Lane], Sequence[Any]]
-TASKS: dict[Task, Compute] = {"embed": embeddings, "fill_mask": fill_mask, "score": score}
+TASKS: dict[Task, Compute] = {"embed": embeddings, "fill_mask": fill_mask, "score": score, "graph": graph}
 
 
 class _Observer:

@@ -123,6 +123,14 @@ def checked_input(value: Any, *, token_ids: bool = True) -> Any:
     return value
 
 
+def one_input(value: Any) -> Any:
+    """For a field `input` that holds one text, or the token ids of one."""
+    checked = checked_input(value)
+    if isinstance(checked, list) and not _is_id(checked[0]):
+        _fail("invalid_input", "expected one text, or token ids of one", checked, "input")
+    return checked
+
+
 class _InputError(ValueError):
     def __init__(self, code: str, message: str, param: str):
         super().__init__(message)

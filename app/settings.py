@@ -48,6 +48,9 @@ class Settings(BaseSettings):
     )
     min_density: float = Field(0.02, ge=0, le=1, allow_inf_nan=False, description="least density a request may ask for")
     max_density: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="greatest density it may ask for")
+    max_graph_pairs: int = Field(
+        20_000_000, ge=1, description="layers × heads × legal pairs that one /v1/attention may ask for"
+    )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="size of a request body, chunked or not")
     api_keys: Keys = Field((), description="comma-separated; /v1 and /info then need one as a bearer token")
     admin_keys: Keys = Field((), description="comma-separated; /admin needs one (see the README for the rule without)")

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -232,6 +232,19 @@ class Attached:
             raise ConfigError("generation: expected a model with fitted predictors, got one attached without any")
         state = Generation(self.predictors, self.positional, self.tile_size)
         with self._on(Run("sparse", observe, generation=state)):
+            yield
+
+    @contextlib.contextmanager
+    def watching(self, observe: Observe) -> Iterator[None]:
+        """Let `observe` see the layers too, beside whoever observes the run that is on."""
+        run = self.run()
+
+        def both(call: LayerCall) -> None:
+            if run.observe is not None:
+                run.observe(call)
+            observe(call)
+
+        with self._on(replace(run, observe=both)):
             yield
 
     @contextlib.contextmanager

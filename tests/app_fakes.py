@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 import uvicorn
+from fake_graphs import fake_graph
 from starlette.testclient import TestClient
 
 from app.audit import AuditedLayer, Sample
+from app.graph_values import GraphOptions
 from app.main import create_app, make_engine
 from app.outputs import Filled, FillMask, Score, Scored
 from app.schemas import MODES
@@ -137,7 +139,8 @@ class FakeModel:
         self.values = values
         self.words = FakeWords()
         causal = values.get("causal", False)
-        self.calibration = {"set": "plan", "overall": {"recall": 0.9}, "loop": values.get("loop")}
+        plain = {"set": "plan", "overall": {"recall": 0.9}, "loop": values.get("loop")}
+        self.calibration = values.get("calibration", plain)
         sizes = {"layers": LAYERS, "heads": HEADS, "dimensions": DIMENSIONS, "max_tokens": MAX_TOKENS}
         self.description = Description(
             folder.name,
@@ -151,7 +154,7 @@ class FakeModel:
             vocabulary=VOCABULARY,
             device="cpu",
             threads=1,
-            tasks=("score",) if causal else values.get("tasks", ("embed", "fill_mask")),
+            tasks=("score", "graph") if causal else values.get("tasks", ("embed", "fill_mask", "graph")),
             causal=causal,
             fill_mask_modes=values.get("fill_mask_modes", () if causal else MODES),
             points=POINTS if values.get("points", True) else (),
@@ -190,6 +193,9 @@ class FakeModel:
         return Forward(outputs, computed, pairs, ran, audits, (REPAIR,) * LAYERS if mode == "exact" else ())
 
     def output(self, ids: list[int], lane: Lane) -> Any:
+        if lane.task == "graph":
+            finite = NAN not in ids and self.values["fault"] != "nan"
+            return fake_graph(len(ids), lane.options or GraphOptions(), LAYERS, HEADS, finite)
         if lane.task == "fill_mask":
             output = filled(ids, lane.options)
             numbers = output.logprobs

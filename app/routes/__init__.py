@@ -2,11 +2,11 @@
 
 from fastapi import Depends, FastAPI
 
-from app.routes import about, admin, embeddings, fill_mask, health, score, tokenize
+from app.routes import about, admin, embeddings, fill_mask, graphs, health, score, tokenize, ui
 from app.routes.common import admin_key, api_key
 
-OPEN = (health.router,)
-FOR_API_KEYS = (embeddings.router, fill_mask.router, score.router, tokenize.router, about.router)
+OPEN = (health.router, ui.router)
+FOR_API_KEYS = (embeddings.router, fill_mask.router, score.router, tokenize.router, graphs.router, about.router)
 FOR_ADMIN_KEYS = (admin.router,)
 
 

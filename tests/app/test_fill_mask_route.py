@@ -280,7 +280,7 @@ def test_a_head_in_parts_of_rows_is_the_same(root: Path, monkeypatch: pytest.Mon
 
 def test_a_head_serves_only_the_weights_that_it_learned_on(root: Path) -> None:
     fitted = model_of(root, "changed", root / "head-changed")
-    assert fitted.description.tasks == ("embed", "fill_mask")
+    assert fitted.description.tasks == ("embed", "fill_mask", "graph")
     assert fitted.description.fill_mask_modes == ("dense", "sparse", "exact", "auto")
     assert "original" in model_of(root, "plain", root / "head-plain").description.fill_mask_modes
     for artifact, head in (("plain", "head-changed"), ("changed", "head-plain")):
@@ -317,7 +317,7 @@ def test_an_explicit_head_that_does_not_fit_is_an_error_at_reload(root: Path) ->
 def test_a_tokenizer_without_a_mask_has_no_fill_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = make_teacher(tmp_path / "teacher")
     make_artifact(tmp_path / "few", teacher, keys=20)
-    assert model_of(tmp_path, "few").description.tasks == ("embed",)
+    assert model_of(tmp_path, "few").description.tasks == ("embed", "graph")
     opened = load_teacher(str(teacher))
     save_mlm_head(tmp_path / "head", new_mlm_head(opened), MlmCard(str(teacher), opened.fingerprint, ""))
     with pytest.raises(IncompatibleModelError, match="mask token"):

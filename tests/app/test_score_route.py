@@ -263,7 +263,7 @@ def test_texts_and_limits_of_the_real_tokenizer(real: TestClient) -> None:
     assert entry(score(real, "🙂 日本語"))["pieces"] == ["[UNK]", "[UNK]"]
     error_of(embed(real, "w1 w2"), 422, "task_not_supported")
     about = real.get("/info").json()["artifact"]
-    assert (about["tasks"], about["causal"], about["fill_mask_modes"]) == (["score"], True, [])
+    assert (about["tasks"], about["causal"], about["fill_mask_modes"]) == (["score", "graph"], True, [])
 
 
 def test_logits_are_never_all_in_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
