@@ -138,13 +138,18 @@ def no_counts(heads: int, set_name: SetName = "plan") -> HeadCounts:
 
 @dataclass(frozen=True, eq=False)
 class _Truth:
-    """One head of one item: its real rows and columns, and there the attention, the legal pairs and the gold ones."""
+    """One head of one item: its real rows and columns, and there the attention, the legal pairs and the gold ones.
+
+    keys, gold_keys: legal and gold ones of every row.
+    """
 
     rows: Int64[Tensor, " n"]
     columns: Int64[Tensor, " m"]
     p: Float64[Tensor, "n m"]
     visible: Bool[Tensor, "n m"]
     gold: Bool[Tensor, "n m"]
+    keys: Int64[Tensor, " n"]
+    gold_keys: Int64[Tensor, " n"]
 
 
 def _truth(
@@ -165,20 +170,23 @@ def _truth(
     more = None if bias is None else bias[rows][:, columns]
     p = head_probabilities(q[rows], k[columns], scale, more, visible, alpha)
     visible = torch.ones_like(p, dtype=torch.bool) if visible is None else visible
-    return _Truth(rows, columns, p.double(), visible, gold_pairs(p, alpha, gold_mass))
+    gold = gold_pairs(p, alpha, gold_mass)
+    return _Truth(rows, columns, p.double(), visible, gold, visible.sum(1), gold.sum(1))
 
 
 def _compared(truth: _Truth | None, kept: Bool[Tensor, "N M"]) -> tuple[float, ...]:
     """The seven counts of one head."""
     if truth is None:
         return (0.0,) * 7
-    chosen, gold = kept[truth.rows][:, truth.columns] & truth.visible, truth.gold
-    legal_row = truth.visible.any(1)
-    complete = ~(gold & ~chosen).any(1) & legal_row
+    whole = kept.shape == truth.p.shape  # without padding nothing needs to be picked out, which would copy it twice
+    chosen = (kept if whole else kept[truth.rows][:, truth.columns]) & truth.visible
+    hit = torch.count_nonzero(truth.gold & chosen, 1)
+    legal_row = truth.keys > 0
+    complete = (hit == truth.gold_keys) & legal_row
     numbers = [
-        truth.visible.sum(), chosen.sum(), gold.sum(), (gold & chosen).sum(), legal_row.sum(), complete.sum()
+        truth.keys.sum(), torch.count_nonzero(chosen), truth.gold_keys.sum(), hit.sum(), legal_row.sum(), complete.sum()
     ]  # fmt: skip
-    return (*(float(n) for n in numbers), float((truth.p * chosen).sum()))
+    return (*(float(n) for n in numbers), float(truth.p[chosen].sum()))
 
 
 def join(parts: Sequence[HeadCounts]) -> HeadCounts:
