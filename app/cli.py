@@ -80,6 +80,7 @@ def run(settings: Settings) -> int:
         access_log=False,
         timeout_graceful_shutdown=settings.shutdown_seconds,
         server_header=False,
+        ws="none",
     )
     server = _Server(config)
     # uvicorn finishes what runs and then raises the signal again, which would end the process with another code than 0.
