@@ -11,11 +11,13 @@ RUN apt-get update \
     && useradd --create-home --uid 10001 sparsefinder
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    XDG_CACHE_HOME=/var/cache/sparsefinder \
     NUMBA_CACHE_DIR=/var/cache/sparsefinder/numba \
     HF_HOME=/var/cache/sparsefinder/hub \
     SPARSEFINDER_HOST=0.0.0.0 \
     SPARSEFINDER_PORT=8000
-RUN install -d -o sparsefinder -g sparsefinder /var/cache/sparsefinder/numba /var/cache/sparsefinder/hub
+RUN install -d -o sparsefinder -g sparsefinder \
+    /var/cache/sparsefinder /var/cache/sparsefinder/numba /var/cache/sparsefinder/hub
 
 FROM base AS wheel
 WORKDIR /src
