@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 import typer
 import uvicorn
 from rich.console import Console
+from rich.markup import escape
 
 from app.settings import Settings, load_settings
 from app.telemetry import configure_logging, log
@@ -49,7 +50,7 @@ def serve(**flags: Any) -> None:
     try:
         code = run(load_settings(**flags))
     except SparsefinderError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         code = USAGE_ERROR
     raise typer.Exit(code)
 

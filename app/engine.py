@@ -148,12 +148,12 @@ class Engine:
                 raise ApiError(503, "not_ready", message, headers=RETRY) from None
         return model.description
 
-    async def reload(self, folder: Path | None) -> tuple[Description, Description]:
+    async def reload(self, folder: Path | None, version: str | None = None) -> tuple[Description, Description]:
         """Load an artifact, try it, and let it serve in place of the old one, whose description comes first.
 
         Raises:
-            ApiError: 409 while another reload runs, or where the artifact is broken, incompatible or gives no finite
-                answer; the old one then serves on.
+            ApiError: 409 while another reload runs, or where the artifact is broken, incompatible, gives no finite
+                answer or has another version than the one asked for; the old one then serves on.
         """
         if self._reloading.locked():
             message = "another reload is running; try again when it has ended"
@@ -173,6 +173,10 @@ class Engine:
                 telemetry.log("reload_failed", logging.ERROR, error, folder=target.name)
                 message = f"{target.name}: loading it raised {type(error).__name__}; {_serving(old)}"
                 raise ApiError(409, "artifact_unusable", message) from None
+            found = fresh.description.version
+            if version not in (None, found):
+                message = f"{target.name}: expected version {version}, got {found}; {_serving(old)}"
+                raise ApiError(409, "artifact_changed", message)
             self._take_over(fresh)
             self.folder, self._suspect = target, False
             return old, fresh.description

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from app import telemetry
 from sparsefinder.errors import NonFiniteError
@@ -94,8 +95,16 @@ def install(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Any) -> Response:
         known = from_http(error) if isinstance(error, HTTPException) else error
+        if known.status == 405:  # Starlette names the methods of the first route only that has the path
+            known.headers = {"allow": ", ".join(_methods(request))}
         telemetry.facts_of(request.scope).code = known.code
         return response_of(known, telemetry.request_id(request.scope))
 
     app.add_exception_handler(ApiError, answer)
     app.add_exception_handler(HTTPException, answer)
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path of a request answers to."""
+    there = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in there for method in getattr(route, "methods", None) or ()})

@@ -18,6 +18,7 @@ from app.middleware import BodyLimit, Envelope
 from app.servable import Loader
 from app.settings import Settings
 from app.telemetry import Telemetry
+from app.tracing import make_tracer
 
 
 def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = None) -> Engine:
@@ -64,7 +65,11 @@ def create_app(
         settings: what the operator chose.
         engine: another engine than the real one (tests).
         on_failure: called when the first artifact cannot be loaded.
+
+    Raises:
+        SparsefinderError: no artifact is there, or tracing is asked for and not installed.
     """
+    tracer = make_tracer(settings.otlp_endpoint)
     figures = engine.auditor.figures if engine else Telemetry()
     served = engine or make_engine(settings, figures)
 
@@ -89,12 +94,23 @@ def create_app(
         yield
         await loading
         await served.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
-    app = FastAPI(title="Sparsefinder", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        lifespan=lifespan,
+        openapi_url=None,  # /openapi.json is a route of ours
+        redirect_slashes=False,
+        # FastAPI's own telemetry records messages of exceptions, which may hold a text; see app.tracing.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     app.state.settings, app.state.engine, app.state.telemetry = settings, served, figures
+    app.state.tracer, app.state.before = tracer, None  # before: the artifact that a rollback brings back
     app.state.created = int(time.time())
     routes.install(app)
     errors.install(app)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
-    app.add_middleware(Envelope, figures=figures)  # added last, so it is the outermost
+    app.add_middleware(
+        Envelope, figures=figures, tracer=tracer, origins=settings.cors_origins
+    )  # added last, so it is the outermost
     return app

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from app import telemetry
+from app.cors import PREFLIGHT, granted, preflight
 from app.errors import ApiError, from_exception, response_of
 from app.telemetry import Scope, Telemetry
+from app.tracing import Tracer
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -24,9 +26,11 @@ DRAIN_SECONDS = 5.0
 class Envelope:
     """The outermost layer: every answer gets an id, a count and a log line; every exception gets the one shape."""
 
-    def __init__(self, app: App, figures: Telemetry):
+    def __init__(self, app: App, figures: Telemetry, tracer: Tracer | None = None, origins: Sequence[str] = ()):
         self.app = app
         self.figures = figures
+        self.tracer = tracer
+        self.origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -34,17 +38,24 @@ class Envelope:
             await self.app(scope, receive, send)
             return
         facts, started, status = telemetry.begin(scope), time.perf_counter(), 0
+        added = [(b"x-request-id", facts.request_id.encode()), *granted(scope, self.origins)]
+        if self.tracer is not None:
+            self.tracer.begin(scope)
 
         async def marked(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", facts.request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         self.figures.running.inc()
         try:
-            await self.app(scope, receive, marked)
+            if preflight(scope, self.origins):
+                await marked({"type": "http.response.start", "status": 204, "headers": PREFLIGHT})
+                await send({"type": "http.response.body"})
+            else:
+                await self.app(scope, receive, marked)
         except Exception as error:
             known = from_exception(error)
             facts.code = known.code
@@ -56,6 +67,8 @@ class Envelope:
         finally:
             self.figures.running.dec()
             self.figures.finish(scope, status or CLIENT_LEFT, started)
+            if self.tracer is not None:
+                self.tracer.finish(scope, status or CLIENT_LEFT, facts)
 
 
 class BodyLimit:

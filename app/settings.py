@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from app.cors import ANY, ORIGIN
 from sparsefinder.errors import ConfigError
 
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
+Origins = Annotated[tuple[str, ...], NoDecode]
 CrossoverSource = Literal["measure", "default"]
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -54,6 +56,10 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="size of a request body, chunked or not")
     api_keys: Keys = Field((), description="comma-separated; /v1 and /info then need one as a bearer token")
     admin_keys: Keys = Field((), description="comma-separated; /admin needs one (see the README for the rule without)")
+    cors_origins: Origins = Field((), description="comma-separated origins of pages that may call; * only without keys")
+    otlp_endpoint: str | None = Field(
+        None, pattern="^https?://", description="traces go there by OTLP over HTTP; needs the extra tracing"
+    )
     audit_rate: float = Field(0.1, ge=0, le=1, allow_inf_nan=False, description="share of sparse requests audited")
     audit_rows: int = Field(8, ge=1, le=64, description="rows per layer and head whose true graph an audit computes")
     audit_ms: float = Field(
@@ -70,12 +76,26 @@ class Settings(BaseSettings):
     shutdown_seconds: int = Field(30, ge=0, description="how long a stop waits for running requests")
     log_level: Level = Field("info", description="least severe log line that is written")
 
-    @field_validator("api_keys", "admin_keys", mode="before")
+    @field_validator("api_keys", "admin_keys", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
             return tuple(key.strip() for key in value.split(",") if key.strip())
         return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = next((one for one in value if one != ANY and not ORIGIN.fullmatch(one)), None)
+        if wrong is not None:
+            raise ValueError(f"expected origins as https://example.org or *, got {wrong!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _no_key_for_every_page(self) -> "Settings":
+        if ANY in self.cors_origins and (self.api_keys or self.admin_keys):
+            raise ValueError("cors_origins: expected exact origins where keys are configured, got *")
+        return self
 
     @field_validator("workers")
     @classmethod
@@ -142,4 +162,5 @@ def load_settings(**flags: Any) -> Settings:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{name}: {message}" if name else message) from None

@@ -160,6 +160,10 @@ class Telemetry:
         self.audits_waiting_bytes = Gauge(name + "audits_waiting_bytes", "What those hold.", registry=registry)
         self.audit_failures = Counter(name + "audit_failures", "Audits that raised.", registry=registry)
         self.reloads = Counter(name + "reloads", "Artifact reloads.", ["result"], registry=registry)
+        # Alerts look for an increase, and there is none where the first one makes the series.
+        for code in ("non_finite_output", "timeout"):
+            self.errors.labels(code)
+        self.reloads.labels("artifact_unusable")
         self.ready = Gauge(name + "ready", "1 where the last readiness check succeeded.", registry=registry)
         labels = ["name", "version"]
         self.artifact = Gauge(name + "artifact_info", "The artifact that serves.", labels, registry=registry)

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from app.answers import InfoAnswer, ModelsAnswer, SparsityAnswer
+from app.openapi import KEYED, LOADED, documented
 from app.routes.common import engine_of, json_answer, settings_of
 
 ESTIMATOR = "sum of kept gold pairs / sum of gold pairs over audited rows; interval: 95 % bootstrap over requests"
@@ -16,7 +18,7 @@ LIBRARIES = ("sparsefinder", "torch", "transformers", "tokenizers", "numba", "nu
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **documented(ModelsAnswer, (*KEYED, *LOADED)))
 async def models(request: Request) -> Response:
     """The one model that this process serves."""
     settings, engine = settings_of(request), engine_of(request)
@@ -32,7 +34,7 @@ async def models(request: Request) -> Response:
     return json_answer({"object": "list", "data": [entry]})
 
 
-@router.get("/v1/sparsity")
+@router.get("/v1/sparsity", **documented(SparsityAnswer, (*KEYED, *LOADED)))
 async def sparsity(request: Request) -> Response:
     """Per layer and head: calibration on held-out text, and live figures from audited rows of real requests."""
     engine = engine_of(request)
@@ -50,7 +52,7 @@ async def sparsity(request: Request) -> Response:
     return json_answer(content)
 
 
-@router.get("/info")
+@router.get("/info", **documented(InfoAnswer, (*KEYED, *LOADED)))
 async def info(request: Request) -> Response:
     """Settings without keys, versions, the artifact, the device and its threads."""
     engine, settings = engine_of(request), settings_of(request)

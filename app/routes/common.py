@@ -14,7 +14,7 @@ from app.auth import require_admin_key, require_api_key
 from app.engine import Engine
 from app.errors import ApiError
 from app.points import requested_headers, requested_part, resolved
-from app.schemas import Attended, Mode, Strict
+from app.schemas import Attended, Mode
 from app.servable import Answer, Asked, Description, Lane, Task
 from app.settings import Settings
 from app.telemetry import Telemetry
@@ -45,11 +45,6 @@ def json_answer(content: Any, headers: Mapping[str, str] | None = None) -> Respo
 async def json_answer_aside(content: Any, headers: Mapping[str, str] | None = None) -> Response:
     """The same beside the event loop: a long list takes a while, and every other client would wait."""
     return await asyncio.to_thread(json_answer, content, headers)
-
-
-def body_schema(kind: type[Strict]) -> dict[str, Any]:
-    """The schema of a body that a route reads itself, for /openapi.json."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 def engine_of(request: Request) -> Engine:
@@ -132,6 +127,9 @@ async def run(request: Request, asked: Asked) -> Answer:
     facts.artifact, facts.tokens = answer.description.version, sum(answer.tokens)
     facts.queue_ms, facts.inference_ms = round(answer.queue_ms, 3), round(answer.inference_ms, 3)
     facts.computed_density = round(answer.density, 6)
+    tracer = request.app.state.tracer
+    if tracer is not None:
+        tracer.computed(request.scope, answer.queue_ms, answer.inference_ms)
     figures_of(request).answered(facts, sum(answer.truncated))
     figures_of(request).computed(lane.mode, answer.layers)
     return answer

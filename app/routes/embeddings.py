@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.errors import ApiError
+from app.openapi import ATTENTION, BODY, KEYED, RUNS, documented
 from app.routes.common import (
     attention_part,
-    body_schema,
     check_items,
     engine_of,
     headers_of,
@@ -22,11 +22,12 @@ from app.routes.common import (
 )
 from app.schemas import EmbeddingRequest, parse, read_json
 from app.servable import Asked
+from app.task_answers import EmbeddingAnswer
 
 router = APIRouter()
 
 
-@router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingRequest))
+@router.post("/v1/embeddings", **documented(EmbeddingAnswer, (*KEYED, *BODY, *RUNS), EmbeddingRequest, ATTENTION))
 async def embeddings(request: Request) -> Response:
     """One vector per text."""
     asked, settings = parse(EmbeddingRequest, await read_json(request)), settings_of(request)

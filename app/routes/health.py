@@ -4,23 +4,23 @@ import asyncio
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from app.answers import Alive, Ready
 from app.errors import ApiError
+from app.openapi import LOADED, documented
 from app.routes.common import engine_of, figures_of, json_answer
 
 router = APIRouter()
 
 
-@router.head("/livez", include_in_schema=False)
-@router.get("/livez")
+@router.get("/livez", **documented(Alive))
 async def livez() -> Response:
     """The process answers."""
     return json_answer({"status": "ok"})
 
 
-@router.head("/readyz", include_in_schema=False)
-@router.get("/readyz")
+@router.get("/readyz", **documented(Ready, LOADED))
 async def readyz(request: Request) -> Response:
     """A model is loaded, and its last forward pass (or a new probe) succeeded; else 503 with the reason."""
     figures = figures_of(request)
@@ -33,7 +33,7 @@ async def readyz(request: Request) -> Response:
     return json_answer({"status": "ok", "artifact": description.artifact, "version": description.version})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, **documented(None))
 async def metrics(request: Request) -> Response:
     """Figures in Prometheus' text format."""
     # Beside the event loop: live figures are computed when they are read.

@@ -64,6 +64,7 @@ def test_paths_stay_below_the_root(tmp_path: Path) -> None:
         for path in ("../outside", str(outside), "link", ".", "", "first/../../outside", "/etc", "../nothing"):
             error_of(reload(client, path), 422, "artifact_outside_root")
         error_of(reload(client, "a\0b"), 422, "invalid_path")
+        error_of(reload(client, "x" * 300), 422, "invalid_path")  # longer than a file system takes
         error_of(reload(client, "x" * 5000), 422, "invalid_request")
         error_of(reload(client, "first", force=True), 422, "invalid_request")
         assert version(client) == "v1"
