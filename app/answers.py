@@ -1,9 +1,10 @@
 """What answers look like, for /openapi.json only: routes build plain values, and tests hold them against these."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
+from app.drift import Drift
 from app.schemas import Mode
 from app.servable import Description
 from app.settings import Settings
@@ -96,16 +97,56 @@ class LayerFigures(Figures):
     heads: list[HeadFigures]
 
 
+class LivePoint(BaseModel):
+    """What was audited at a working point other than the served one."""
+
+    density: float
+    requests: int
+    recall: float | None
+    recall_interval: list[float] | None
+
+
+class AuditCost(BaseModel):
+    """What audits have cost since the start."""
+
+    seconds: float
+    share_of_inference: float | None
+    longest_delay_ms: float = Field(description="Of one batch.")
+    bound_ms: float
+    bound: str
+    accepted: int
+    finished: int
+    failed: int
+    dropped: int
+    waiting: int
+    waiting_bytes: int
+
+
 class LivePart(BaseModel):
     """What was audited of the requests that this version answered."""
 
     requests: int
     overall: Figures | None
     layers: list[LayerFigures]
+    points: list[LivePoint]
+    cost: AuditCost
+    drift: Drift | None
+    drift_reason: str | None = Field(description="Why nothing was compared.")
     estimator: str
     audit_rate: float
     rows_per_request: int
     window_requests: int
+
+
+class PointFigures(BaseModel):
+    """A working point of the artifact, by its calibration."""
+
+    density: float
+    sparsity: float
+    recall: float
+    mass: float
+    exact_rows: float
+    served: bool = Field(description="Whether it is served where no density is asked for.")
 
 
 class SparsityAnswer(BaseModel):
@@ -115,6 +156,7 @@ class SparsityAnswer(BaseModel):
     artifact: str
     artifact_version: str
     set: str
+    points: list[PointFigures] = Field(description="Working points that requests may ask for, densities rising.")
     calibration: dict[str, Any] | None = Field(description="As the artifact's card has it; null without.")
     live: LivePart
 
@@ -132,12 +174,18 @@ SettingsPart = create_model(
 )
 
 
+# Working points have their place in /v1/sparsity.
+_DESCRIBED: dict[str, Any] = {name: (kind, ...) for name, kind in get_type_hints(Description).items()}
+_DESCRIBED.pop("points")
+DescriptionPart = create_model("DescriptionPart", __doc__="Names, sizes and versions of the artifact.", **_DESCRIBED)
+
+
 class InfoAnswer(BaseModel):
     """Settings without keys, versions, the artifact, the device and its threads."""
 
     model: str
     attention_modes: list[Mode]
-    artifact: Description
+    artifact: DescriptionPart  # type: ignore[valid-type]
     device: str
     threads: int
     versions: dict[str, str | None]

@@ -78,10 +78,12 @@ ATTENTION = {
     "x-sparsefinder-attention": Header("Mode that computed the answer."),
     "x-sparsefinder-artifact": Header("Version of the artifact."),
     "x-sparsefinder-computed-density": Header("Computed / legal pairs.", "number"),
+    "x-sparsefinder-requested-density": Header("Of the working point that was asked for.", "number", required=False),
     "x-sparsefinder-tokens": Header("Tokens that were read.", "integer"),
     "x-sparsefinder-queue-ms": Header("From known tokens to the first batch.", "number"),
     "x-sparsefinder-inference-ms": Header("Of the batches that held these inputs.", "number"),
 }
+ARTIFACT = {"x-sparsefinder-artifact": ATTENTION["x-sparsefinder-artifact"]}
 SCHEMES = {
     "apiKey": {"type": "http", "scheme": "bearer", "description": "One of `api_keys` or `admin_keys`."},
     "adminKey": {"type": "http", "scheme": "bearer", "description": "One of `admin_keys`."},
@@ -93,6 +95,7 @@ def documented(
     errors: Iterable[int] = (),
     body: type[Strict] | None = None,
     headers: Mapping[str, Header] | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Arguments of a route's decorator.
 
@@ -101,9 +104,10 @@ def documented(
         errors: every other status that it gives; 413 is added, for every request may have too long a body.
         body: what it reads.
         headers: of 200, by name.
+        example: a body that is understood.
     """
     statuses = {*errors, *ANY}
-    extra: dict[str, Any] = {} if body is None else body_schema(body)
+    extra: dict[str, Any] = {} if body is None else _body(body, example)
     if 401 in statuses:
         # `{}` is "without": a service without keys asks for none.
         extra["security"] = [{"adminKey" if 403 in statuses else "apiKey": []}, {}]
@@ -114,10 +118,11 @@ def documented(
     return {"responses": {200: good, **bad}, "openapi_extra": extra}
 
 
-def body_schema(kind: type[Strict]) -> dict[str, Any]:
-    """The schema of a body that a route reads itself."""
-    schema = kind.model_json_schema(ref_template=REF)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def _body(kind: type[Strict], example: Mapping[str, Any] | None) -> dict[str, Any]:
+    media: dict[str, Any] = {"schema": kind.model_json_schema(ref_template=REF)}
+    if example is not None:
+        media["example"] = dict(example)
+    return {"requestBody": {"required": True, "content": {"application/json": media}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

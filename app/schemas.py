@@ -41,8 +41,27 @@ class Strict(BaseModel):
 Parsed = TypeVar("Parsed", bound=Strict)
 
 
+# What /openapi.json says of texts and ids: narrower than their types, as the validators and the engine are.
+SAYS_SOMETHING = {"type": "string", "pattern": r"\S"}
+IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+ONE_INPUT = {"anyOf": [SAYS_SOMETHING, IDS]}
+INPUT = {
+    "anyOf": [*ONE_INPUT["anyOf"], *({"type": "array", "minItems": 1, "items": one} for one in (SAYS_SOMETHING, IDS))]
+}
+TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "string"}}]}
+
+
 class Attended(Strict):
     """What every request that runs the model may say."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "not": {
+                "required": ["density", "recall_target"],
+                "properties": {"density": {"type": "number"}, "recall_target": {"type": "number"}},
+            }
+        }
+    )
 
     model: Text | None = Field(None, description="The served model's name (see /v1/models).")
     user: Text | None = Field(None, description="Accepted for compatibility, neither used nor logged.")
@@ -80,19 +99,6 @@ class Attended(Strict):
         if self.density is not None:
             return "density", self.density
         return None if self.recall_target is None else ("recall_target", self.recall_target)
-
-
-_SAYS_SOMETHING = {"type": "string", "pattern": r"\S"}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-# What /openapi.json says of `input`: narrower than the types, for the validator and the engine refuse the rest.
-INPUT = {
-    "anyOf": [
-        _SAYS_SOMETHING,
-        {"type": "array", "minItems": 1, "items": _SAYS_SOMETHING},
-        _IDS,
-        {"type": "array", "minItems": 1, "items": _IDS},
-    ]
-}
 
 
 class InputRequest(Attended):

@@ -21,7 +21,10 @@ class RollbackRequest(Strict):
     """An empty object: asked for so that no page of another origin can send it without a browser asking first."""
 
 
-@router.post("/admin/reload", **documented(ReloadAnswer, (*ADMIN, *BODY, *LOADED, 404, 409), ReloadRequest))
+@router.post(
+    "/admin/reload",
+    **documented(ReloadAnswer, (*ADMIN, *BODY, *LOADED, 404, 409), ReloadRequest, example={"artifact": "my/artifact"}),
+)
 async def reload(request: Request) -> Response:
     """Load another artifact (or the same folder again) and swap it in; whatever fails, the old one serves on."""
     asked = parse(ReloadRequest, await read_json(request))

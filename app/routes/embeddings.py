@@ -24,10 +24,14 @@ from app.schemas import EmbeddingRequest, parse, read_json
 from app.servable import Asked
 from app.task_answers import EmbeddingAnswer
 
+EXAMPLE = {"input": ["Where do I change my password?", "Settings, then Account."]}
+
 router = APIRouter()
 
 
-@router.post("/v1/embeddings", **documented(EmbeddingAnswer, (*KEYED, *BODY, *RUNS), EmbeddingRequest, ATTENTION))
+@router.post(
+    "/v1/embeddings", **documented(EmbeddingAnswer, (*KEYED, *BODY, *RUNS), EmbeddingRequest, ATTENTION, EXAMPLE)
+)
 async def embeddings(request: Request) -> Response:
     """One vector per text."""
     asked, settings = parse(EmbeddingRequest, await read_json(request)), settings_of(request)

@@ -12,10 +12,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from app.errors import ApiError
+from app.openapi import ATTENTION, BODY, KEYED, RUNS, documented
 from app.outputs import MOST_FIGURES, Filled, FillMask
 from app.routes.common import (
     attention_part,
-    body_schema,
     check_items,
     engine_of,
     headers_of,
@@ -27,7 +27,10 @@ from app.routes.common import (
 )
 from app.schemas import InputRequest, Text, parse, read_json
 from app.servable import Answer, Asked, Check, Ids, Servable
+from app.task_answers import FillMaskAnswer
 from app.vocabulary import Vocabulary
+
+EXAMPLE = {"input": "The letter is on my [MASK] again."}
 
 router = APIRouter()
 
@@ -45,7 +48,7 @@ class FillMaskRequest(InputRequest):
     )
 
 
-@router.post("/v1/fill-mask", openapi_extra=body_schema(FillMaskRequest))
+@router.post("/v1/fill-mask", **documented(FillMaskAnswer, (*KEYED, *BODY, *RUNS), FillMaskRequest, ATTENTION, EXAMPLE))
 async def fill_mask(request: Request) -> Response:
     """For every mask of every text: words with their probabilities."""
     asked, settings, engine = parse(FillMaskRequest, await read_json(request)), settings_of(request), engine_of(request)

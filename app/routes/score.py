@@ -10,10 +10,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from app.errors import ApiError
+from app.openapi import ATTENTION, BODY, KEYED, RUNS, documented
 from app.outputs import MOST_FIGURES, Score, Scored
 from app.routes.common import (
     attention_part,
-    body_schema,
     check_items,
     engine_of,
     headers_of,
@@ -25,7 +25,10 @@ from app.routes.common import (
 )
 from app.schemas import InputRequest, parse, read_json
 from app.servable import Answer, Asked, Check, Ids, Servable
+from app.task_answers import ScoreAnswer
 from app.vocabulary import Vocabulary
+
+EXAMPLE = {"input": "The letter is on my table again."}
 
 router = APIRouter()
 
@@ -36,7 +39,7 @@ class ScoreRequest(InputRequest):
     top_k: int = Field(0, ge=0, le=20, description="How many words to give beside each token, best first.")
 
 
-@router.post("/v1/score", openapi_extra=body_schema(ScoreRequest))
+@router.post("/v1/score", **documented(ScoreAnswer, (*KEYED, *BODY, *RUNS), ScoreRequest, ATTENTION, EXAMPLE))
 async def score(request: Request) -> Response:
     """Log-probability of every token after those before it, and the perplexity of each text."""
     asked, settings = parse(ScoreRequest, await read_json(request)), settings_of(request)

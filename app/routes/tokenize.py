@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 from starlette.responses import Response
 
 from app.errors import ApiError
+from app.openapi import ARTIFACT, BODY, KEYED, LOADED, documented
 from app.outputs import MOST_TOKENS
-from app.routes.common import body_schema, check_items, check_model, engine_of, json_answer_aside, settings_of
-from app.schemas import Strict, Text, checked_input, parse, read_json
+from app.routes.common import check_items, check_model, engine_of, json_answer_aside, settings_of
+from app.schemas import TEXTS, Strict, Text, checked_input, parse, read_json
+from app.task_answers import TokenizeAnswer
 from app.vocabulary import Encoded, Vocabulary
+
+EXAMPLE = {"input": "The letter is on my table again."}
 
 router = APIRouter()
 
@@ -20,7 +24,7 @@ router = APIRouter()
 class TokenizeRequest(Strict):
     """Texts, of any length and also without a word."""
 
-    input: str | list[str] = Field(description="A text, or texts.")
+    input: Annotated[str | list[str], WithJsonSchema(TEXTS)] = Field(description="A text, or texts.")
     model: Text | None = Field(None, description="The served model's name (see /v1/models).")
     user: Text | None = Field(None, description="Accepted for compatibility, neither used nor logged.")
 
@@ -35,7 +39,9 @@ class TokenizeRequest(Strict):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+@router.post(
+    "/tokenize", **documented(TokenizeAnswer, (*KEYED, *BODY, *LOADED, 404), TokenizeRequest, ARTIFACT, EXAMPLE)
+)
 async def tokenize(request: Request) -> Response:
     """The tokens of each text: ids, pieces, and the characters that they stand for; nothing is cut."""
     asked, settings, engine = parse(TokenizeRequest, await read_json(request)), settings_of(request), engine_of(request)

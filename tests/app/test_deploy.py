@@ -5,13 +5,14 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from app_fakes import embed, make_settings, serving
+from app_fakes import LAYERS, embed, make_settings, serving, write_artifact
 from starlette.testclient import TestClient
 
 from app.cli import USAGE_ERROR
@@ -92,11 +93,19 @@ def test_the_dashboard_is_laid_out() -> None:
 
 def exported(root: Path) -> set[str]:
     """The names of all samples of a service that has answered a few requests of every kind."""
-    with serving(make_settings(root, audit_rate=1.0)) as client:
+    settings = make_settings(root, audit_rate=1.0, drift_requests=2)
+    loop = {"overall": {"recall": 0.9}, "layers": [{"recall": 0.9}] * LAYERS}  # what live recall is compared with
+    write_artifact(root / "first", version="v1", loop=loop)
+    with serving(settings) as client:
         for mode in ("original", "dense", "sparse", "exact", "auto"):
             assert embed(client, "a few words", attention=mode).status_code == 200
         assert embed(client, "").status_code == 422
         assert client.post("/admin/reload", json={}).status_code == 200
+        for _ in range(4):
+            assert embed(client, "an audited text").status_code == 200
+        until = time.monotonic() + 20
+        while "sparsefinder_recall_drift " not in client.get("/metrics").text:
+            assert time.monotonic() < until
         lines = client.get("/metrics").text.splitlines()
     return {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#")}
 

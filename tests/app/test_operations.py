@@ -35,7 +35,7 @@ OTHER = {
 
 
 # Events and fields of log lines whose names begin like those of settings.
-NO_SETTINGS = {"audit_failed", "request_id", "admin_open"}
+NO_SETTINGS = {"audit_failed", "drift_check_failed", "request_id", "admin_open"}
 
 
 def sample(name: str) -> str:
@@ -121,5 +121,5 @@ def test_every_path_and_setting_that_is_named_exists() -> None:
         assert (REPOSITORY / path).exists(), path
     for link in re.findall(r"\]\(([\w./]+)\)", prose):
         assert (PAGE.parent / link).exists(), link
-    for name in re.findall(r"`((?:max|audit|request|shutdown|admin|api|cors|otlp)_\w+)[`=]", prose):
+    for name in re.findall(r"`((?:max|audit|drift|request|shutdown|admin|api|cors|otlp)_\w+)[`=]", prose):
         assert name in Settings.model_fields or name in NO_SETTINGS, name

@@ -4,8 +4,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import schemathesis
-from app_fakes import FakeLoader, make_settings, wait_ready
+from app_fakes import FakeLoader, make_settings, wait_ready, write_artifact
 from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.python.asgi import get_client, shutdown_lifespans
@@ -18,11 +19,18 @@ DEPENDS = {
     "artifact_outside_root": "which folders there are",
     "attention_not_supported": "`exact` needs an entmax model on a CPU",
     "batch_too_large": "max_items and the queue",
+    "density_not_supported": "whether the artifact has working points, and the mode a plan",
+    "density_out_of_range": "the artifact's working points, min_density and max_density",
     "dimensions_not_supported": "the model's width",
     "empty_input": "what the tokenizer leaves of a text",
     "input_too_long": "the model's positions",
     "invalid_path": "the file system",
+    "invalid_target": "the model's vocabulary",
     "invalid_token": "the model's vocabulary",
+    "no_mask_token": "which token is the mask",
+    "recall_not_reachable": "the artifact's working points",
+    "task_not_supported": "what the model can do",
+    "too_short": "what the tokenizer makes of a text",
 }
 CONFIG = {
     "seed": 6,
@@ -33,15 +41,16 @@ CONFIG = {
 }
 
 
-def scenarios(root: Path) -> list[Any]:
+def scenarios(root: Path, causal: bool) -> list[Any]:
     """Everything that the engine tried on a service with keys, called in this process."""
     chosen = make_settings(root, api_keys="key", admin_keys="admin")
+    write_artifact(root / "first", version="v1", causal=causal)
     app = create_app(chosen, make_engine(chosen, Telemetry(), FakeLoader()))
     try:
         with get_client(app) as client:
             wait_ready(client)
         schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=SchemathesisConfig.from_dict(CONFIG))
-        happened = list(from_schema(schema).execute())
+        happened = list(from_schema(schema.include(path="/v1/score") if causal else schema).execute())
     finally:
         shutdown_lifespans()
     errors = [event.value for event in happened if isinstance(event, events.NonFatalError)]
@@ -65,9 +74,10 @@ def holds_whole_float(value: Any) -> bool:
     return isinstance(value, float) and value.is_integer()
 
 
-def test_nothing_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_is_found(tmp_path: Path, causal: bool) -> None:
     found, sent = [], Counter[str]()
-    for scenario in scenarios(tmp_path):
+    for scenario in scenarios(tmp_path, causal):
         recorder = scenario.recorder
         sent[scenario.label] += len(recorder.interactions)
         for case, checks in recorder.checks.items():

@@ -18,6 +18,7 @@ from app_fakes import FakeLoader, embed, error_of, make_settings, serving, write
 from starlette.testclient import TestClient
 
 from app.main import create_app, make_engine
+from app.settings import Settings
 from app.telemetry import Telemetry
 
 COMMITTED = json.loads((Path(__file__).parents[2] / "docs" / "openapi.json").read_text())
@@ -39,6 +40,10 @@ def about(text: str) -> dict[str, Any]:
     return {"input": text}
 
 
+def masked(text: str) -> dict[str, Any]:
+    return {"input": f"[MASK] {text}"}
+
+
 def nothing(_: str) -> dict[str, Any]:
     return {}
 
@@ -51,10 +56,29 @@ ROWS = (
     Row("GET", "/v1/models"),
     Row("GET", "/v1/sparsity"),
     Row("POST", "/v1/embeddings", about, ({"input": "a", "encoding_format": "base64", "attention": "exact"},)),
+    Row("POST", "/v1/fill-mask", masked, ({"input": "[MASK]", "targets": ["one", "two"], "density": 0.5},)),
+    Row("POST", "/tokenize", about),
     Row("POST", "/admin/reload", nothing, ({"artifact": "missing"}, {"artifact": "bad"})),
     Row("POST", "/admin/rollback", nothing),
 )
+# Operations that need a causal model.
+CAUSAL = (Row("POST", "/v1/score", about, ({"input": "a b", "top_k": 2},)),)
+ALL = (*ROWS, *CAUSAL)
 Seen = list[tuple[Row, Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a situation happens, and which operations meet it there."""
+
+    root: Path
+    rows: tuple[Row, ...]
+
+    def settings(self, **values: Any) -> Settings:
+        """With an artifact that these operations can use."""
+        settings = make_settings(self.root, **values)
+        write_artifact(self.root / "first", version="v1", causal=self.rows is CAUSAL)
+        return settings
 
 
 def send(client: TestClient, row: Row, text: str = "a few words", **fields: Any) -> Any:
@@ -66,13 +90,13 @@ def raw(client: TestClient, row: Row, content: bytes, **headers: str) -> Any:
     return client.request(row.method, row.path, content=content, headers=JSON | headers)
 
 
-def plainly(root: Path) -> Iterator[tuple[Row, Any]]:
+def plainly(place: Place) -> Iterator[tuple[Row, Any]]:
     """A service in order: good requests, bodies that are wrong, a model that fails."""
-    with serving(make_settings(root, audit_rate=1.0)) as client:
-        write_artifact(root / "bad", version="v2", fault="read")
-        write_artifact(root / "second", version="v2")
+    with serving(place.settings(audit_rate=1.0)) as client:
+        write_artifact(place.root / "bad", version="v2", fault="read")
+        write_artifact(place.root / "second", version="v2")
         embed(client, "an audited text")
-        for row in ROWS:
+        for row in place.rows:
             yield row, send(client, row)
             yield row, send(client, row, unknown=1)
             yield row, send(client, row, model="other")
@@ -82,46 +106,47 @@ def plainly(root: Path) -> Iterator[tuple[Row, Any]]:
             yield row, raw(client, row, b"{")
             yield row, raw(client, row, b"{}", **{"content-type": "text/plain"})
         client.post("/admin/reload", json={"artifact": "second"})
-        for row in ROWS:
-            yield row, send(client, row)
+        yield from ((row, send(client, row)) for row in place.rows if row.path.startswith("/admin"))
 
 
-def without_a_key(root: Path) -> Iterator[tuple[Row, Any]]:
-    with serving(make_settings(root, api_keys="k", admin_keys="a")) as client:
-        yield from ((row, send(client, row)) for row in ROWS)
+def without_a_key(place: Place) -> Iterator[tuple[Row, Any]]:
+    with serving(place.settings(api_keys="k", admin_keys="a")) as client:
+        yield from ((row, send(client, row)) for row in place.rows)
 
 
-def open_to_others(root: Path) -> Iterator[tuple[Row, Any]]:
-    with serving(make_settings(root, host="0.0.0.0")) as client:
-        yield from ((row, send(client, row)) for row in ROWS)
+def open_to_others(place: Place) -> Iterator[tuple[Row, Any]]:
+    with serving(place.settings(host="0.0.0.0")) as client:
+        yield from ((row, send(client, row)) for row in place.rows)
 
 
-def with_too_long_a_body(root: Path) -> Iterator[tuple[Row, Any]]:
-    with serving(make_settings(root, max_body_bytes=1024)) as client:
-        yield from ((row, raw(client, row, b" " * 2000)) for row in ROWS)
+def with_too_long_a_body(place: Place) -> Iterator[tuple[Row, Any]]:
+    with serving(place.settings(max_body_bytes=1024)) as client:
+        yield from ((row, raw(client, row, b" " * 2000)) for row in place.rows)
 
 
-def before_it_is_loaded(root: Path) -> Iterator[tuple[Row, Any]]:
-    loader, settings = FakeLoader(), make_settings(root)
+def before_it_is_loaded(place: Place) -> Iterator[tuple[Row, Any]]:
+    loader, settings = FakeLoader(), place.settings()
     loader.read_gate.clear()
     with TestClient(create_app(settings, make_engine(settings, Telemetry(), loader))) as client:
         try:
-            yield from ((row, send(client, row)) for row in ROWS)
+            yield from ((row, send(client, row)) for row in place.rows)
         finally:
             loader.read_gate.set()
 
 
-def while_the_queue_is_full(root: Path) -> Iterator[tuple[Row, Any]]:
+def while_the_queue_is_full(place: Place) -> Iterator[tuple[Row, Any]]:
     loader = FakeLoader()
-    with serving(make_settings(root, max_queue_items=1), loader) as client, ThreadPoolExecutor(2) as pool:
+    running = next(row for row in place.rows if row.path in ("/v1/embeddings", "/v1/score"))
+    with serving(place.settings(max_queue_items=1), loader) as client, ThreadPoolExecutor(2) as pool:
         loader.gate.clear()
+        probes = len(loader.calls)
         try:
             for waiting in (0.0, 1.0):  # the first is computed, the second fills the queue
-                pool.submit(embed, client, "slow")
+                pool.submit(send, client, running, "slow")
                 until = time.monotonic() + 20
-                while not (len(loader.calls) > 5 and f"sparsefinder_queue_items {waiting}" in metrics(client)):
+                while len(loader.calls) == probes or f"sparsefinder_queue_items {waiting}" not in metrics(client):
                     assert time.monotonic() < until
-            yield from ((row, send(client, row)) for row in ROWS if not row.path.startswith("/admin"))
+            yield from ((row, send(client, row)) for row in place.rows if not row.path.startswith("/admin"))
         finally:
             loader.gate.set()
 
@@ -130,12 +155,12 @@ def metrics(client: TestClient) -> str:
     return client.get("/metrics").text
 
 
-def when_time_is_up(root: Path) -> Iterator[tuple[Row, Any]]:
+def when_time_is_up(place: Place) -> Iterator[tuple[Row, Any]]:
     loader = FakeLoader()
-    with serving(make_settings(root, request_seconds=0.1), loader) as client:
+    with serving(place.settings(request_seconds=0.1), loader) as client:
         loader.gate.clear()
         try:
-            yield from ((row, send(client, row, "slow")) for row in ROWS if not row.path.startswith("/admin"))
+            yield from ((row, send(client, row, "slow")) for row in place.rows if not row.path.startswith("/admin"))
         finally:
             loader.gate.set()
 
@@ -155,8 +180,10 @@ SITUATIONS = (
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     found: Seen = []
     for situation in SITUATIONS:
-        with contextlib.closing(situation(tmp_path_factory.mktemp(situation.__name__))) as answers:
-            found += answers
+        for rows in (ROWS, CAUSAL):
+            place = Place(tmp_path_factory.mktemp(situation.__name__), rows)
+            with contextlib.closing(situation(place)) as answers:
+                found += answers
     return found
 
 
@@ -173,12 +200,12 @@ def answer_of(row: Row, status: int) -> dict[str, Any]:
 
 def test_the_rows_are_the_operations() -> None:
     there = {(path, method.upper()) for path, item in COMMITTED["paths"].items() for method in item}
-    assert {(row.path, row.method) for row in ROWS} == there
+    assert {(row.path, row.method) for row in ALL} == there
 
 
 def test_every_declared_status_is_produced_and_no_other(seen: Seen) -> None:
     produced = {(row.path, row.method, response.status_code) for row, response in seen}
-    expected = {(row.path, row.method, int(status)) for row in ROWS for status in declared(row)["responses"]}
+    expected = {(row.path, row.method, int(status)) for row in ALL for status in declared(row)["responses"]}
     assert produced - expected == set()
     assert expected - produced == set()
 
