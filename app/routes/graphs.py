@@ -4,32 +4,48 @@ import asyncio
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import Field, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 from starlette.responses import Response
 
 from app.errors import ApiError
+from app.graph_answers import GraphAnswer
 from app.graph_values import BucketSets, GoldRows, Graph, GraphOptions, HeadGraph, Rows, legal_pairs
-from app.routes.common import attention_part, body_schema, engine_of, headers_of, lane_of, run, settings_of, usage_part
-from app.schemas import Attended, one_input, parse, read_json
+from app.openapi import ATTENTION, BODY, KEYED, RUNS, documented
+from app.routes.common import attention_part, engine_of, headers_of, lane_of, run, settings_of, usage_part
+from app.schemas import ONE_INPUT, Attended, one_input, parse, read_json
 from app.servable import Answer, Asked, Check, Description, Ids
 from app.vocabulary import Encoded
 
 SUPPORT = "support of the entmax over all legal keys, of this pass's own queries and keys"
 DIGITS = 6  # significant ones of a weight
 
+EXAMPLE = {"input": "The letter is on my table again.", "layers": [0], "heads": [0], "gold": True}
+
 router = APIRouter()
+
+# The document also says what `_require_known` refuses.
+Numbers = Annotated[
+    list[int],
+    Field(
+        min_length=1,
+        max_length=1024,
+        json_schema_extra={"uniqueItems": True, "items": {"type": "integer", "minimum": 0}},
+    ),
+]
 
 
 class AttentionRequest(Attended):
     """Which graphs of one text to give. Without `layers` or `heads`, all of them."""
 
-    input: str | list[int] = Field(description="One text, or its token ids with the special tokens included.")
-    layers: list[int] | None = Field(None, min_length=1, max_length=1024, description="Which layers, from 0 on.")
-    heads: list[int] | None = Field(None, min_length=1, max_length=1024, description="Which heads of each, from 0 on.")
+    input: Annotated[str | list[int], WithJsonSchema(ONE_INPUT)] = Field(
+        description="One text, or its token ids with the special tokens included."
+    )
+    layers: Numbers | None = Field(None, description="Which layers, from 0 on.")
+    heads: Numbers | None = Field(None, description="Which heads of each, from 0 on.")
     gold: bool = Field(False, description="Also the pairs that attention needs, their weights, and those missed.")
     pattern: bool = Field(False, description="Also what was predicted before windows, global tokens and tiles.")
     clusters: bool = Field(False, description="Also the buckets of every token, where the artifact has any.")
@@ -46,7 +62,7 @@ class AttentionRequest(Attended):
         return GraphOptions(layers, heads, self.gold, self.pattern, self.clusters)
 
 
-@router.post("/v1/attention", openapi_extra=body_schema(AttentionRequest))
+@router.post("/v1/attention", **documented(GraphAnswer, (*KEYED, *BODY, *RUNS), AttentionRequest, ATTENTION, EXAMPLE))
 async def attention(request: Request) -> Response:
     """The pairs that each layer and head computes for a text, on request with those that it misses."""
     asked, settings, engine = (

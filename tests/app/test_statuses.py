@@ -57,6 +57,7 @@ ROWS = (
     Row("GET", "/v1/sparsity"),
     Row("POST", "/v1/embeddings", about, ({"input": "a", "encoding_format": "base64", "attention": "exact"},)),
     Row("POST", "/v1/fill-mask", masked, ({"input": "[MASK]", "targets": ["one", "two"], "density": 0.5},)),
+    Row("POST", "/v1/attention", about, ({"input": "a b", "gold": True, "pattern": True, "clusters": True},)),
     Row("POST", "/tokenize", about),
     Row("POST", "/admin/reload", nothing, ({"artifact": "missing"}, {"artifact": "bad"})),
     Row("POST", "/admin/rollback", nothing),
