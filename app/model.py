@@ -2,6 +2,7 @@
 
 import copy
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.certificate import Repair
 from sparsefinder.errors import IncompatibleModelError
-from sparsefinder.hf import Attached, LayerCall
+from sparsefinder.hf import Attached, LayerCall, detach
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.plan import Plan, computed_pairs
 from sparsefinder.teacher import (
@@ -119,6 +120,7 @@ class ServedModel:
         self._original = original
         self._twin = twin_of(original)
         self._attached: Attached = attach_artifact(self._twin, artifact)
+        weakref.finalize(self, detach, self._attached)  # else a replaced model waits for the garbage collector
         if crossover == "measure" and any(predictor is not None for predictor in artifact.layers):
             self._attached.load_crossover()
         else:

@@ -23,11 +23,13 @@ from sparsefinder.patterns.algebra import Pattern
 from sparsefinder.patterns.positional import Nothing
 from sparsefinder.predictors import Predictor
 
-__all__ = ["MODES", "Attached", "LayerCall", "LayerInput", "Mode", "Observe", "PlanFor", "Ran", "attach"]
+__all__ = ["MODES", "Attached", "LayerCall", "LayerInput", "Mode", "Observe", "PlanFor", "Ran", "attach", "detach"]
 
 NAME = "sparsefinder"
 
-_OWNER: weakref.WeakKeyDictionary[torch.nn.Module, Attached] = weakref.WeakKeyDictionary()
+# Weak on both sides: an Attached holds its modules, so a strong value would keep its own key, and every model, alive.
+# What keeps an Attached is its model.
+_OWNER: weakref.WeakKeyDictionary[torch.nn.Module, "weakref.ref[Attached]"] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -72,15 +74,27 @@ def attach(
     attached = Attached(base, alpha, scales.to(device), predictors, positional or Nothing())
     attached.tile_size, attached.callers, attached.places = tile_size, probe.callers, probe.places
     for module in attached.places:
-        _OWNER[module] = attached
+        _OWNER[module] = weakref.ref(attached)
+    base._sparsefinder_attached = attached
     return attached
+
+
+def detach(attached: Attached) -> None:
+    """Let go of a model that is not used any more; in our attention it refuses to run then.
+
+    Model and `Attached` hold each other, so without this their memory waits for the garbage collector.
+    """
+    if attached.model._sparsefinder_attached is attached:  # else it was attached anew
+        attached.model._sparsefinder_attached = None
+        for module in attached.places:
+            _OWNER.pop(module, None)
 
 
 def _own(attached: Attached, callers: list[Caller]) -> None:
     attached.callers = tuple(callers)
     for layer, caller in enumerate(callers):
         attached.places.setdefault(caller.module, []).append(layer)
-        _OWNER[caller.module] = attached
+        _OWNER[caller.module] = weakref.ref(attached)
     if not getattr(attached.model, "_sparsefinder_counts", False):
         attached.model.register_forward_pre_hook(_start_counting)
         attached.model._sparsefinder_counts = True
@@ -114,7 +128,8 @@ def _attention(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: `[B, H, L, D]` in, `[B, L, H, D]` out."""
-    attached = _OWNER.get(module)
+    owner = _OWNER.get(module)
+    attached = None if owner is None else owner()
     if attached is None:
         raise IncompatibleModelError(
             f"{type(module).__name__}: attention was not attached, call sparsefinder.hf.attach first"

@@ -1,7 +1,6 @@
 """A model whose attention is ours: its layers, predictors and modes, and what a mode's caller sees of each layer."""
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -122,7 +121,7 @@ class Attached:
         self.expected: tuple[ExpectedDensity | None, ...] = ()
         self.points: tuple[WorkingPoint, ...] = ()
         self.point_tokens = 0
-        self.cut_at = functools.lru_cache(CACHED_CUTS)(self._cut_at)
+        self._cuts: dict[float, Cut] = {}  # a cache of functools here would keep the model alive with itself
         self.callers: tuple[Caller, ...] = ()
         self.places: dict[torch.nn.Module, list[int]] = {}
 
@@ -164,8 +163,16 @@ class Attached:
         with self._on(Run(mode, observe, plan_for, crossover=crossover, cut=cut)):
             yield
 
-    def _cut_at(self, density: float) -> Cut:
+    def cut_at(self, density: float) -> Cut:
         """The predictors of a working point; they share their tensors with the served ones. Errors as in `point_at`."""
+        cut = self._cuts.get(density)
+        if cut is None:
+            if len(self._cuts) >= CACHED_CUTS:
+                self._cuts.clear()
+            cut = self._cuts[density] = self._cut_at(density)
+        return cut
+
+    def _cut_at(self, density: float) -> Cut:
         point = point_at(self.points, density)
         predictors = tuple(at_point(predictor, point) for predictor in self.predictors)
         known = [share if self.point_tokens else None for share in point.layers]

@@ -1,6 +1,8 @@
 """The hook into transformers: verified models, padding, sparse consistency, refusals with a reason."""
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from transformers import (
 
 from sparsefinder.edges import gold_edges
 from sparsefinder.errors import ConfigError, IncompatibleModelError
-from sparsefinder.hf import LayerCall, LayerInput, attach
+from sparsefinder.hf import LayerCall, LayerInput, attach, detach
 from sparsefinder.patterns.content import InEdges
 from sparsefinder.patterns.heads import Sequential
 from sparsefinder.patterns.positional import Nothing, window
@@ -208,3 +210,31 @@ def test_a_copied_module_without_attachment_says_what_to_call(tmp_path: Path) ->
     attach(model)
     with pytest.raises(IncompatibleModelError, match="attach first"), torch.no_grad():
         copy.deepcopy(model)(input_ids=torch.randint(5, 60, (1, 8)))
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    model = tiny.bert()
+    attach(model)
+    dropped = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dropped() is None
+
+
+def test_a_detached_model_is_freed_at_once_and_refuses_until_then() -> None:
+    model, ids = tiny.bert(), torch.randint(5, 60, (1, 8))
+    first = attach(model)
+    second = attach(model, alpha=2.0)
+    detach(first)  # which is not what is in it any more
+    with torch.no_grad():
+        model(input_ids=ids)
+    detach(second)
+    with pytest.raises(IncompatibleModelError, match="attach first"), torch.no_grad():
+        model(input_ids=ids)
+    dropped = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, first, second
+        assert dropped() is None
+    finally:
+        gc.enable()

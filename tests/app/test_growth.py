@@ -14,6 +14,7 @@ import pytest
 from app_fakes import FakeLoader, embed, make_settings, on_a_socket, serving
 from numba.core.registry import CPUDispatcher
 from tiny_bert import WORDS, make_artifact, make_teacher
+from transformers import BertModel
 
 from app.model import ModelLoader
 from app.schemas import MODES
@@ -105,7 +106,7 @@ def test_threads_stay_bounded(tmp_path: Path) -> None:
 
 def compiled() -> int:
     """How many versions of kernels exist in this process, over all functions that numba compiles."""
-    return sum(len(one.signatures) for one in gc.get_objects() if isinstance(one, CPUDispatcher))
+    return sum(len(one.signatures) for one in gc.get_objects() if type(one) is CPUDispatcher)
 
 
 def test_no_length_compiles_a_kernel(settings: Settings) -> None:
@@ -118,6 +119,25 @@ def test_no_length_compiles_a_kernel(settings: Settings) -> None:
             assert embed(client, text_of(tokens), attention=MODES[tokens % len(MODES)]).status_code == 200
         assert embed(client, [text_of(n) for n in (7, 19, 130)], attention="sparse").status_code == 200
         assert compiled() == before
+
+
+def models() -> int:
+    return sum(type(one) is BertModel for one in gc.get_objects())
+
+
+def test_a_replaced_model_is_freed(settings: Settings) -> None:
+    """Every reload makes a model; the one before it goes with its last answer, not when the collector comes by."""
+    with serving(settings, loader_of(settings)) as client:
+        gc.collect()
+        before = models()
+        gc.disable()
+        try:
+            for _ in range(3):
+                assert client.post("/admin/reload", json={}).status_code == 200
+                assert embed(client, text_of(9)).status_code == 200
+            assert models() == before
+        finally:
+            gc.enable()
 
 
 def test_a_new_kernel_would_be_counted() -> None:
