@@ -21,6 +21,7 @@ from app.batching import Item, Queue, Ticket, deliver, finite
 from app.errors import ApiError, non_finite
 from app.inputs import prepare
 from app.layers import ran_layer
+from app.memory import return_freed_memory
 from app.schemas import Mode
 from app.servable import Answer, Asked, Description, Ids, Lane, Loader, Servable
 from sparsefinder.errors import SparsefinderError
@@ -179,6 +180,7 @@ class Engine:
                 raise ApiError(409, "artifact_changed", message)
             self._take_over(fresh)
             self.folder, self._suspect = target, False
+            await self.read(return_freed_memory)  # beside the worker: it takes some milliseconds
             return old, fresh.description
 
     def _take_over(self, fresh: Servable) -> None:

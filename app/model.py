@@ -1,9 +1,8 @@
 """The real model behind the service: a softmax teacher, its entmax twin, and an artifact's predictors."""
 
-import copy
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from sparsefinder import packing
 from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.certificate import Repair
+from sparsefinder.delta import copy_for_delta
 from sparsefinder.errors import IncompatibleModelError
 from sparsefinder.hf import Attached, LayerCall, detach
 from sparsefinder.patterns.legal import Legal
@@ -96,12 +96,12 @@ class ModelLoader:
         return ServedModel(self._teacher, content, self._device, self._crossover, self._head)
 
 
-def twin_of(original: Teacher) -> Teacher:
-    """A copy of a teacher that can be changed; where the teacher has a head, it is copied with what it shares."""
+def twin_of(original: Teacher, delta: Mapping[str, Tensor]) -> Teacher:
+    """A copy of a teacher to which a delta can be added, under its head where it has one; all else is shared."""
     name = next((name for name in ("lm", "mlm") if getattr(original, name) is not None), None)
     if name is None:
-        return replace(original, model=copy.deepcopy(original.model))
-    whole = copy.deepcopy(getattr(original, name))
+        return replace(original, model=copy_for_delta(original.model, original.model, delta))
+    whole: Any = copy_for_delta(getattr(original, name), original.model, delta)
     return replace(original, model=whole.base_model, **{name: whole})
 
 
@@ -118,7 +118,7 @@ class ServedModel:
     ):
         artifact, card = content.artifact, content.artifact.card
         self._original = original
-        self._twin = twin_of(original)
+        self._twin = twin_of(original, artifact.delta)
         self._attached: Attached = attach_artifact(self._twin, artifact)
         weakref.finalize(self, detach, self._attached)  # else a replaced model waits for the garbage collector
         if crossover == "measure" and any(predictor is not None for predictor in artifact.layers):

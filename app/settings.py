@@ -41,7 +41,9 @@ class Settings(BaseSettings):
         " kept in the user's cache folder; default takes those that are shipped",
     )
     workers: int = Field(1, description="always 1: start more processes instead")
-    max_batch_tokens: int = Field(8192, ge=1, description="padded tokens of one forward pass; more are split")
+    max_batch_tokens: int = Field(
+        0, ge=0, description="tokens of one forward pass, more are split; 0 takes 2048 on a CPU and 8192 on a GPU"
+    )
     max_items: int = Field(2048, ge=1, description="texts in one request")
     max_queue_items: int = Field(4096, ge=1, description="texts that may wait; a request beyond is told to come later")
     max_queue_tokens: int = Field(524_288, ge=1, description="tokens that may wait; as above")

@@ -4,14 +4,17 @@ A delta is a flat dict of float16 tensors: `<parameter>.a` `[rank, in]` and `<pa
 `W += b @ a`, or `<parameter>.full` for a parameter that is added whole (biases, norms).
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsefinder.errors import ArtifactError
+
+ALIGNED = 16  # numbers: a cache line of float32
 
 
 @torch.no_grad()
@@ -33,6 +36,23 @@ def apply_delta(model: Any, tensors: Mapping[str, Tensor]) -> None:
         additions[name] = added
     for name, added in additions.items():
         parameters[name] += added.to(parameters[name])
+
+
+def copy_for_delta(whole: nn.Module, base: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of `whole`, of which `base` is a part, that shares every tensor with it but those that a delta adds to.
+
+    These lie in one block of memory, which goes back to the system when the copy is freed. Strewn over the heap, the
+    weights of one replaced model after the other left holes there, and a server that reloads grew by 40 MiB a minute.
+    """
+    changed = {key.rsplit(".", 1)[0] for key in tensors}
+    own = [parameter for name, parameter in base.named_parameters() if name in changed]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*whole.parameters(), *whole.buffers())}
+    sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in own]
+    block = torch.empty(sum(sizes), dtype=torch.float32)
+    for parameter, place in zip(own, block.to(next(whole.parameters())).split(sizes), strict=True):  # type: ignore[no-untyped-call]
+        room = place[: parameter.numel()].view(parameter.shape).copy_(parameter.detach())
+        memo[id(parameter)] = nn.Parameter(room, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(whole, memo)
 
 
 def _addition(name: str, tensors: Mapping[str, Tensor]) -> Tensor:

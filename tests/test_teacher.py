@@ -9,7 +9,7 @@ import tiny_llama
 import torch
 
 from sparsefinder import gguf_copy
-from sparsefinder.delta import apply_delta, low_rank, make_delta
+from sparsefinder.delta import apply_delta, copy_for_delta, low_rank, make_delta
 from sparsefinder.errors import ArtifactError, ConfigError, DataError, IncompatibleModelError
 from sparsefinder.teacher import (
     batch,
@@ -138,6 +138,21 @@ def test_a_full_rank_delta_gives_the_finetuned_model_back() -> None:
     apply_delta(rebuilt, exact)
     for name, weight in rebuilt.named_parameters():
         torch.testing.assert_close(weight, after.get_parameter(name), atol=2e-3, rtol=0)  # float16
+
+
+def test_a_copy_for_a_delta_owns_what_the_delta_changes_and_shares_the_rest() -> None:
+    model = tiny.bert()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    name = "encoder.layer.0.attention.self.query.weight"
+    delta = {f"{name}.a": torch.ones(2, 32), f"{name}.b": torch.ones(32, 2)}
+    copied = copy_for_delta(model, model, delta)
+    apply_delta(copied, delta)
+    for other, weight in copied.named_parameters():
+        assert torch.equal(model.get_parameter(other), before[other])
+        assert (weight is model.get_parameter(other)) == (other != name)
+    torch.testing.assert_close(copied.get_parameter(name), before[name] + 2)
+    tokens = torch.randint(5, 40, (2, 9))
+    assert not torch.equal(copied(tokens).last_hidden_state, model(tokens).last_hidden_state)
 
 
 def test_low_rank_is_the_best_of_its_rank() -> None:

@@ -5,6 +5,8 @@ import gc
 import json
 import os
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -102,6 +104,23 @@ def test_threads_stay_bounded(tmp_path: Path) -> None:
         before = threads()
         most = asyncio.run(twice())
     assert max(most) - before <= POOL + 2, (before, most)
+
+
+def test_glibc_agrees_to_one_heap() -> None:
+    """In a process of its own, for it cannot be taken back."""
+    code = """
+import ctypes, threading
+from app.memory import share_one_heap
+agreed, held = share_one_heap(), []
+threads = [threading.Thread(target=lambda: held.append(bytearray(10_000))) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+ctypes.CDLL(None).malloc_stats()
+print(agreed)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "True"
+    assert done.stderr.count("Arena ") == 1, done.stderr
 
 
 def compiled() -> int:
