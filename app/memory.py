@@ -11,8 +11,8 @@ _IN_HEAP, _KEPT = 32 * 2**20, 256 * 2**20
 def share_one_heap() -> bool:
     """One heap for all threads, which keeps what batches need again; whether glibc agreed.
 
-    Call it before other threads start. Tensors are made on one thread and freed on another, and each heap would keep what
-    was freed in it.
+    Call it before other threads start. Tensors are made on one thread and freed on another, and each heap would keep
+    what was freed in it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
