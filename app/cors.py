@@ -9,7 +9,8 @@ ANY = "*"
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:]+\](:[0-9]{1,5})?")
 READABLE = (
     "retry-after, x-request-id, x-sparsefinder-artifact, x-sparsefinder-attention, x-sparsefinder-computed-density,"
-    " x-sparsefinder-inference-ms, x-sparsefinder-queue-ms, x-sparsefinder-requested-density, x-sparsefinder-tokens"
+    " x-sparsefinder-inference-ms, x-sparsefinder-queue-ms, x-sparsefinder-ran,"
+    " x-sparsefinder-requested-density, x-sparsefinder-tokens"
 )
 PREFLIGHT = [
     (b"access-control-allow-methods", b"GET, HEAD, POST"),

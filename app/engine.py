@@ -5,9 +5,10 @@ whoever asked for it. Tokens are made on a second thread, so that reading a text
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,14 @@ from app.inputs import prepare
 from app.layers import ran_layer
 from app.memory import return_freed_memory
 from app.schemas import Mode
-from app.servable import Answer, Asked, Description, Ids, Lane, Loader, Servable
+from app.servable import Answer, Asked, Description, Lane, Loader, Servable
 from sparsefinder.errors import SparsefinderError
 
 Result = TypeVar("Result")
 
 PROBE_TEXT = "The committee will meet on Tuesday, and nobody knows yet what it is going to decide about the old bridge."
 PROBE_SECONDS = 5.0
+TRIM_SECONDS = 2.0  # between batches memory goes back that often, which takes some milliseconds
 RETRY = {"retry-after": "1"}
 
 
@@ -62,6 +64,7 @@ class Engine:
         self._pump: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, "sparsefinder-worker", initializer=on_worker)
         self._reader = ThreadPoolExecutor(1, "sparsefinder-reader")
+        self.figures.ready.set_function(lambda: float(self._model is not None and not self._suspect))
         self.figures.queue_items.set_function(lambda: queue.items)
         self.figures.queue_tokens.set_function(lambda: queue.tokens)
 
@@ -82,22 +85,31 @@ class Engine:
         try:
             self._take_over(await self._load(self.folder))
         except Exception as error:
-            self.failure = error
+            self.failure = None if self._stopping else error
             raise
         self._pump = asyncio.create_task(self._serve_all())
 
+    def stop(self) -> None:
+        """Take nothing new from now on; a model that is being loaded is given up after the step that runs."""
+        self._stopping = True
+
     async def close(self) -> None:
         """Finish what waits and runs, then stop the threads."""
-        self._stopping = True
+        self.stop()
         self.queue.arrived.set()
         if self._pump is not None:
             await self._pump
         for pool in (self._worker, self._reader):
             await asyncio.to_thread(pool.shutdown)
 
-    async def read(self, work: Callable[[], Result]) -> Result:
-        """Run something of the model that is not a forward pass, beside the worker."""
-        return await self._on(self._reader, work)
+    async def read(self, items: int, work: Callable[[], Result]) -> Result:
+        """Run something of the model that is not a forward pass, beside the worker, for so many texts.
+
+        Raises:
+            ApiError: 422, 429, 503 and 504 as `ask` does.
+        """
+        async with self._in_time():
+            return await self._read(items, work)
 
     async def ask(self, asked: Asked) -> Answer:
         """Compute one request, in batches that it may share with others.
@@ -107,30 +119,33 @@ class Engine:
                 queue; 429 where the queue is full; 500 for NaN in the output; 503 before a model is loaded or while the
                 process stops; 504 where the answer took longer than `request_seconds`.
         """
-        model = self.model
+        async with self._in_time():
+            ids, truncated = await self._read(len(asked.inputs), partial(prepare, asked))
+            sample = self.auditor.choose([len(item) for item in ids]) if asked.lane.mode in AUDITED else None
+            ticket = Ticket(asked.model, asked.lane, ids, sample)
+            self.queue.add(ticket)
+            try:
+                await ticket.ready
+            finally:
+                ticket.ready.cancel()  # where the client left or the time is up: its items are dropped
+        return _answer(ticket, truncated)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self.request_seconds):
-                ids, truncated = await self._read_inputs(model, asked)
-                sample = self.auditor.choose([len(item) for item in ids]) if asked.lane.mode in AUDITED else None
-                ticket = Ticket(model, asked.lane, ids, sample)
-                self.queue.add(ticket)
-                try:
-                    await ticket.ready
-                finally:
-                    ticket.ready.cancel()  # where the client left or the time is up: its items are dropped
+                yield
         except TimeoutError:
             message = f"no answer within {self.request_seconds:g} s; the request was dropped"
             raise ApiError(504, "timeout", message, headers=RETRY) from None
-        return _answer(ticket, truncated)
 
-    async def _read_inputs(self, model: Servable, asked: Asked) -> tuple[list[Ids], tuple[bool, ...]]:
-        if self._stopping:
-            raise _stopping()
-        self.queue.begin_reading(len(asked.inputs))
+    async def _read(self, items: int, work: Callable[[], Result]) -> Result:
+        self._require_running()
+        self.queue.begin_reading(items)
         try:
-            return await self.read(partial(prepare, model, asked))
+            return await self._on(self._reader, work)
         finally:
-            self.queue.reading -= len(asked.inputs)
+            self.queue.reading -= items
 
     async def ready(self) -> Description:
         """What serves. After a forward pass that failed, only a new one that succeeds makes the service ready again.
@@ -180,7 +195,6 @@ class Engine:
                 raise ApiError(409, "artifact_changed", message)
             self._take_over(fresh)
             self.folder, self._suspect = target, False
-            await self.read(return_freed_memory)  # beside the worker: it takes some milliseconds
             return old, fresh.description
 
     def _take_over(self, fresh: Servable) -> None:
@@ -189,8 +203,10 @@ class Engine:
 
     async def _load(self, folder: Path) -> Servable:
         content = await asyncio.to_thread(self.loader.read, folder)
+        self._require_running()
         fresh = await self._run(partial(self.loader.build, content))
         for mode in fresh.description.modes:  # compiles every kernel, so that no client waits for that
+            self._require_running()
             sample = [Sample(0, (0, 1))] if mode in AUDITED else []
             await self._run(partial(self._probe, fresh, mode, sample))
         return fresh
@@ -209,6 +225,7 @@ class Engine:
 
     async def _serve_all(self) -> None:
         """Serve batch after batch, and after each a pause for audits, until the process stops and nothing waits."""
+        trimmed = time.monotonic()
         while self.queue or self.auditor.waiting or not self._stopping:
             if not self.queue and not self.auditor.waiting and not self._stopping:
                 await self.queue.arrived.wait()
@@ -220,29 +237,32 @@ class Engine:
                 telemetry.log("batch_lost", logging.ERROR, error)
                 for item in batch:
                     item.ticket.fail(error)
+            if time.monotonic() > trimmed + TRIM_SECONDS:
+                await self._run(return_freed_memory)
+                trimmed = time.monotonic()
             if self.auditor.waiting:
                 await self._run(self.auditor.work)
                 asyncio.get_running_loop().run_in_executor(None, self.auditor.watch)
 
     async def _serve(self, batch: Sequence[Item]) -> None:
         """Run one batch and answer whom it completes. Where it fails, each request in it is tried alone."""
-        first, now = batch[0].ticket, time.perf_counter()
-        for ticket in {id(item.ticket): item.ticket for item in batch}.values():
-            ticket.begun = ticket.begun or now
+        first = batch[0].ticket
         samples = self.auditor.admit(
             [Sample(place, item.sample.rows) for place, item in enumerate(batch) if item.sample is not None]
         )
         ids = [item.ids for item in batch]
         try:
-            done = await self._run(partial(first.model.forward, ids, first.lane, samples))
+            forward = partial(first.model.forward, ids, first.lane, samples)
+            done, begun, seconds = await self._run(partial(_timed, forward))
         except Exception as error:  # noqa: BLE001  (whatever it is, it must reach its own client and no other)
             self._suspect = True
             await self._serve_apart(batch, error)
             return
-        seconds = time.perf_counter() - now
+        for ticket in {id(item.ticket): item.ticket for item in batch}.values():
+            ticket.begun = ticket.begun or begun
         self._suspect = not all(map(finite, done.outputs))
         self.queue.measured(sum(map(len, ids)), seconds)
-        self.figures.batch([len(item) for item in ids])
+        self.figures.batch([len(item) for item in ids], first.packs)
         self.auditor.batch_ran(first.arrived, seconds, done.copying_seconds, len(samples))
         deliver(batch, done, seconds)
         point = Point(first.model.description.version, first.lane.density)
@@ -260,6 +280,10 @@ class Engine:
             if not ticket.over:
                 await self._serve([item for item in batch if item.ticket is ticket])
 
+    def _require_running(self) -> None:
+        if self._stopping:
+            raise _stopping()
+
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await self._on(self._worker, work)
 
@@ -269,6 +293,13 @@ class Engine:
         except RuntimeError:
             raise _stopping() from None
         return await asyncio.wrap_future(future)
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, float, float]:
+    """On the worker, which a reload may have held until now: what `work` gives, when it began, and its seconds."""
+    begun = time.perf_counter()
+    result = work()
+    return result, begun, time.perf_counter() - begun
 
 
 def _answer(ticket: Ticket, truncated: tuple[bool, ...]) -> Answer:

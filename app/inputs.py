@@ -6,22 +6,23 @@ from app.errors import ApiError
 from app.servable import Asked, Ids, Servable
 
 
-def param_of(asked: Asked, index: int) -> str:
+def param_of(single: bool, index: int) -> str:
     """How an error names this item."""
-    return "input" if asked.single else f"input.{index}"
+    return "input" if single else f"input.{index}"
 
 
-def prepare(model: Servable, asked: Asked) -> tuple[list[Ids], tuple[bool, ...]]:
+def prepare(asked: Asked) -> tuple[list[Ids], tuple[bool, ...]]:
     """On the reader: token ids of a request, cut where that was asked for, and which items were cut.
 
     Raises:
         ApiError: 422 for an input that is blank, too long or no token of this model, or that the task refuses.
     """
+    model = asked.model
     texts = [item for item in asked.inputs if isinstance(item, str)]
     ids = model.tokenize(texts) if texts else [list(item) for item in asked.inputs if not isinstance(item, str)]
     limit, truncated = model.description.max_tokens, []
     for index, item in enumerate(ids):
-        param = param_of(asked, index)
+        param = param_of(asked.single, index)
         _check_ids(model, item, param, from_text=bool(texts))
         truncated.append(len(item) > limit)
         if truncated[-1] and not asked.truncate:

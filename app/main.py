@@ -37,7 +37,7 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
 
         device = choose_device(settings.device)
         loader = ModelLoader(settings.teacher, settings.device, settings.crossover, settings.head)
-    drift = DriftWatch(settings.drift_requests, settings.drift_margin)
+    drift = DriftWatch(min(settings.drift_requests, settings.audit_window), settings.drift_margin)
     auditor = Auditor(
         settings.audit_rate, settings.audit_rows, settings.audit_window, figures, drift, audit_ms=settings.audit_ms
     )
@@ -82,13 +82,14 @@ def create_app(
         try:
             await served.start()
         except Exception as error:  # noqa: BLE001  (kept in engine.failure, for /readyz and the exit code)
+            if served.failure is None:  # the process stops, and so did the loading
+                return
             telemetry.log("load_failed", logging.ERROR, error)
             if on_failure:
                 on_failure()
             return
         description = served.model.description
         figures.serving(description.artifact, description.version)
-        figures.ready.set(1)
         seconds = round(time.perf_counter() - started, 3)
         telemetry.log("ready", artifact=description.artifact, version=description.version, seconds=seconds)
 
@@ -96,6 +97,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loading = asyncio.create_task(begin())
         yield
+        served.stop()
         await loading
         await served.close()
         if tracer is not None:

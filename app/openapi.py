@@ -76,6 +76,7 @@ OF_STATUS = {
 REQUEST_ID = {"x-request-id": Header("The client's own id where it is harmless, else a new one.")}
 ATTENTION = {
     "x-sparsefinder-attention": Header("Mode that computed the answer."),
+    "x-sparsefinder-ran": Header("What computed its layers: original, dense, sparse, exact, with commas between."),
     "x-sparsefinder-artifact": Header("Version of the artifact."),
     "x-sparsefinder-computed-density": Header("Computed / legal pairs.", "number"),
     "x-sparsefinder-requested-density": Header("Of the working point that was asked for.", "number", required=False),

@@ -8,6 +8,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SkipValidation,
     ValidationError,
     WithJsonSchema,
     field_validator,
@@ -104,7 +105,7 @@ class Attended(Strict):
 class InputRequest(Attended):
     """A request for one or many texts."""
 
-    input: Annotated[str | list[str] | list[int] | list[list[int]], WithJsonSchema(INPUT)] = Field(
+    input: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation, WithJsonSchema(INPUT)] = Field(
         description="A text, texts, token ids, or lists of ids. Ids are read as they stand, special tokens included."
     )
 
@@ -138,7 +139,10 @@ class ReloadRequest(Strict):
 
 
 def checked_input(value: Any, *, token_ids: bool = True) -> Any:
-    """For a field `input` before pydantic, which would describe each of the unions: one sentence names the bad item."""
+    """For a field `input`, in place of pydantic, which would try a list of a million ids as texts and describe each.
+
+    One sentence names the bad item.
+    """
     if not isinstance(value, list) or not value:
         if isinstance(value, str):
             return _text(value, "input")
@@ -147,7 +151,7 @@ def checked_input(value: Any, *, token_ids: bool = True) -> Any:
     if not token_ids and not isinstance(value[0], str):
         _fail("invalid_input", "expected a text", value[0], "input.0")
     for index, item in enumerate(value):
-        _same_kind(item, value[0], f"input.{index}")
+        _same_kind(item, value[0], index)
     return value
 
 
@@ -182,7 +186,10 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _same_kind(item: Any, first: Any, param: str) -> None:
+def _same_kind(item: Any, first: Any, index: int) -> None:
+    if _is_id(first) and _is_id(item):
+        return
+    param = f"input.{index}"
     if isinstance(first, str) and isinstance(item, str):
         _text(item, param)
     elif isinstance(first, list) and isinstance(item, list):
@@ -190,7 +197,7 @@ def _same_kind(item: Any, first: Any, param: str) -> None:
             _fail("empty_input", "expected at least one token id", item, param)
         if not all(map(_is_id, item)):
             _fail("invalid_input", "expected whole numbers", next(i for i in item if not _is_id(i)), param)
-    elif not (_is_id(first) and _is_id(item)):
+    else:
         _fail("invalid_input", "expected all texts, all token ids or all lists of token ids", item, param)
 
 

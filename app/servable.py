@@ -83,7 +83,7 @@ class Forward:
 
 @runtime_checkable
 class Servable(Protocol):
-    """A loaded artifact with its model. `forward` belongs to the worker thread, the other methods to the reader's."""
+    """A loaded artifact with its model. `forward` belongs to the worker thread, the others to the reader's."""
 
     @property
     def description(self) -> Description:
@@ -135,11 +135,12 @@ Check = Callable[[Servable, Sequence[Ids]], None]
 
 @dataclass(frozen=True)
 class Asked:
-    """What one request asks for: texts or token ids, and how they are computed.
+    """What one request asks for: texts or token ids, how they are computed, and by which model, come what may.
 
     check: raises ApiError for what only the task knows to be wrong with the ids, which were cut by then.
     """
 
+    model: Servable
     inputs: Sequence[str] | Sequence[Ids]
     lane: Lane
     truncate: bool

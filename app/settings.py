@@ -60,9 +60,11 @@ class Settings(BaseSettings):
     admin_keys: Keys = Field((), description="comma-separated; /admin needs one (see the README for the rule without)")
     cors_origins: Origins = Field((), description="comma-separated origins of pages that may call; * only without keys")
     otlp_endpoint: str | None = Field(
-        None, pattern="^https?://", description="traces go there by OTLP over HTTP; needs the extra tracing"
+        None, pattern=r"^https?://[^@?\s]+$", description="traces go there by OTLP over HTTP; needs the extra tracing"
     )
-    audit_rate: float = Field(0.1, ge=0, le=1, allow_inf_nan=False, description="share of sparse requests audited")
+    audit_rate: float = Field(
+        0.1, ge=0, le=1, allow_inf_nan=False, description="share of sparse and auto requests audited"
+    )
     audit_rows: int = Field(8, ge=1, le=64, description="rows per layer and head whose true graph an audit computes")
     audit_ms: float = Field(
         50.0, gt=0, le=10_000, allow_inf_nan=False, description="longest pause for audits between two batches, and one"
@@ -125,7 +127,7 @@ class Settings(BaseSettings):
     @property
     def admin_open(self) -> bool:
         """Whether /admin works without a key: only on a service that is private to this machine in every respect."""
-        return self.loopback and not self.admin_keys and not self.api_keys
+        return self.loopback and not (self.admin_keys or self.api_keys or self.cors_origins)
 
     def artifact_path(self) -> Path:
         """The artifact to start with.

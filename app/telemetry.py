@@ -134,7 +134,10 @@ class Telemetry:
             name + "batch_padding", "Padding / tokens computed of one batch.", buckets=SHARES, registry=registry
         )
         self.layers = Counter(
-            name + "layer_passes", "Layers of batches, by what computed them.", [*modes, "ran"], registry=registry
+            name + "layer_passes",
+            "Layers of the batches of each request, by what computed them.",
+            [*modes, "ran"],
+            registry=registry,
         )
         self.exact_rows = Counter(
             name + "exact_rows", "Rows of exact answers over layers and heads.", ["outcome"], registry=registry
@@ -164,7 +167,11 @@ class Telemetry:
         for code in ("non_finite_output", "timeout"):
             self.errors.labels(code)
         self.reloads.labels("artifact_unusable")
-        self.ready = Gauge(name + "ready", "1 where the last readiness check succeeded.", registry=registry)
+        self.ready = Gauge(
+            name + "ready",
+            "1 where a model is loaded and its last forward pass, or a probe since, succeeded.",
+            registry=registry,
+        )
         labels = ["name", "version"]
         self.artifact = Gauge(name + "artifact_info", "The artifact that serves.", labels, registry=registry)
 
@@ -181,9 +188,10 @@ class Telemetry:
         level = logging.ERROR if status >= 500 else logging.INFO
         log("request", level, route=route, method=method, status=status, ms=round(seconds * 1000, 3), **asdict(facts))
 
-    def batch(self, lengths: Sequence[int]) -> None:
-        """Count one forward pass over items of these lengths."""
-        tokens, cells = sum(lengths), max(lengths) * len(lengths)
+    def batch(self, lengths: Sequence[int], packed: bool) -> None:
+        """Count one forward pass over items of these lengths, whose padding was computed unless they were packed."""
+        tokens = sum(lengths)
+        cells = tokens if packed else max(lengths) * len(lengths)
         self.batch_items.observe(len(lengths))
         self.batch_tokens.observe(tokens)
         self.batch_padding.observe(1 - tokens / cells)

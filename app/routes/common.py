@@ -144,6 +144,7 @@ def headers_of(answer: Answer, mode: Mode) -> dict[str, str]:
     """What an answer says of itself beside its body."""
     return {
         "x-sparsefinder-attention": mode,
+        "x-sparsefinder-ran": ",".join(sorted({path for layer in answer.layers for path in layer.ran})),
         "x-sparsefinder-artifact": answer.description.version,
         "x-sparsefinder-computed-density": f"{answer.density:.6f}",
         "x-sparsefinder-tokens": str(sum(answer.tokens)),

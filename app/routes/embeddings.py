@@ -35,14 +35,15 @@ router = APIRouter()
 async def embeddings(request: Request) -> Response:
     """One vector per text."""
     asked, settings = parse(EmbeddingRequest, await read_json(request)), settings_of(request)
-    description = engine_of(request).model.description
+    model = engine_of(request).model
+    description = model.description
     lane = lane_of(asked, description, "embed", settings)
     if asked.dimensions is not None and asked.dimensions != description.dimensions:
         expected = f"{description.dimensions} (this model cannot shorten its vectors)"
         message = f"dimensions: expected {expected}, got {asked.dimensions}"
         raise ApiError(422, "dimensions_not_supported", message, "dimensions")
     check_items(asked, settings)
-    answer = await run(request, Asked(asked.items, lane, asked.truncate, asked.single))
+    answer = await run(request, Asked(model, asked.items, lane, asked.truncate, asked.single))
     content = {
         "object": "list",
         "data": [_entry(index, vector, asked.encoding_format) for index, vector in enumerate(answer.outputs)],

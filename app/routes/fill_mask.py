@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from app.errors import ApiError
+from app.inputs import param_of
 from app.openapi import ATTENTION, BODY, KEYED, RUNS, documented
 from app.outputs import MOST_FIGURES, Filled, FillMask
 from app.routes.common import (
@@ -56,9 +57,9 @@ async def fill_mask(request: Request) -> Response:
     lane = lane_of(asked, model.description, "fill_mask", settings, FillMask(asked.top_k))
     check_items(asked, settings)
     if asked.targets is not None:
-        targets = await engine.read(partial(_target_ids, model.words, asked.targets))
+        targets = await engine.read(1, partial(_target_ids, model.words, asked.targets))
         lane = replace(lane, options=FillMask(0, targets))
-    answer = await run(request, Asked(asked.items, lane, asked.truncate, asked.single, _check(asked)))
+    answer = await run(request, Asked(model, asked.items, lane, asked.truncate, asked.single, _check(asked)))
     return await asyncio.to_thread(_respond, asked, answer, model.words, settings.name())
 
 
@@ -100,7 +101,7 @@ def _check(asked: FillMaskRequest) -> Check:
             raise ApiError(422, "attention_not_supported", message, "attention")
         for index, item in enumerate(ids):
             if mask not in item:
-                param = "input" if asked.single else f"input.{index}"
+                param = param_of(asked.single, index)
                 message = (
                     f"{param}: expected {model.words.mask_piece} in the {len(item)} tokens that are read, got none"
                 )

@@ -47,7 +47,7 @@ class AttentionRequest(Attended):
     layers: Numbers | None = Field(None, description="Which layers, from 0 on.")
     heads: Numbers | None = Field(None, description="Which heads of each, from 0 on.")
     gold: bool = Field(False, description="Also the pairs that attention needs, their weights, and those missed.")
-    pattern: bool = Field(False, description="Also what was predicted before windows, global tokens and tiles.")
+    pattern: bool = Field(False, description="Also what was predicted, before windows and global tokens.")
     clusters: bool = Field(False, description="Also the buckets of every token, where the artifact has any.")
 
     @field_validator("input", mode="before")
@@ -77,9 +77,9 @@ async def attention(request: Request) -> Response:
         raise ApiError(422, "attention_not_supported", message, "attention")
     check = _check(asked.options, settings.max_graph_pairs)
     items: Any = [asked.input]
-    answer = await run(request, Asked(items, lane, asked.truncate, True, check))
+    answer = await run(request, Asked(model, items, lane, asked.truncate, True, check))
     text = asked.input if isinstance(asked.input, str) else None
-    encoded = None if text is None else (await engine.read(partial(model.words.encode, [text])))[0]
+    encoded = None if text is None else (await engine.read(0, partial(model.words.encode, [text])))[0]
     content = {
         "object": "attention",
         "model": settings.name(),

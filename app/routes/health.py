@@ -7,7 +7,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse, Response
 
 from app.answers import Alive, Ready
-from app.errors import ApiError
 from app.openapi import LOADED, documented
 from app.routes.common import engine_of, figures_of, json_answer
 
@@ -23,13 +22,7 @@ async def livez() -> Response:
 @router.get("/readyz", **documented(Ready, LOADED))
 async def readyz(request: Request) -> Response:
     """A model is loaded, and its last forward pass (or a new probe) succeeded; else 503 with the reason."""
-    figures = figures_of(request)
-    try:
-        description = await engine_of(request).ready()
-    except ApiError:
-        figures.ready.set(0)
-        raise
-    figures.ready.set(1)
+    description = await engine_of(request).ready()
     return json_answer({"status": "ok", "artifact": description.artifact, "version": description.version})
 
 

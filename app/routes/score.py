@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from app.errors import ApiError
+from app.inputs import param_of
 from app.openapi import ATTENTION, BODY, KEYED, RUNS, documented
 from app.outputs import MOST_FIGURES, Score, Scored
 from app.routes.common import (
@@ -46,7 +47,7 @@ async def score(request: Request) -> Response:
     model = engine_of(request).model
     lane = lane_of(asked, model.description, "score", settings, Score(asked.top_k))
     check_items(asked, settings)
-    answer = await run(request, Asked(asked.items, lane, asked.truncate, asked.single, _check(asked)))
+    answer = await run(request, Asked(model, asked.items, lane, asked.truncate, asked.single, _check(asked)))
     return await asyncio.to_thread(_respond, asked, answer, model.words, settings.name())
 
 
@@ -68,7 +69,7 @@ def _check(asked: ScoreRequest) -> Check:
         """On the reader: is there a token to score in every item, and not too much to tell?"""
         for index, item in enumerate(ids):
             if len(item) < 2:
-                param = "input" if asked.single else f"input.{index}"
+                param = param_of(asked.single, index)
                 message = f"{param}: expected at least 2 tokens, for the first has no probability, got {len(item)}"
                 raise ApiError(422, "too_short", message, param)
         tokens = sum(map(len, ids))

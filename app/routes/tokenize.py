@@ -48,7 +48,7 @@ async def tokenize(request: Request) -> Response:
     check_model(asked.model, settings)
     check_items(asked, settings)
     model = engine.model
-    encoded = await engine.read(partial(_encode, model.words, asked.items))
+    encoded = await engine.read(len(asked.items), partial(_encode, model.words, asked.items))
     limit = model.description.max_tokens
     content = {
         "object": "list",

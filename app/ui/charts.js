@@ -14,7 +14,7 @@ export function drawLayers(table, calibration, live) {
   for (let layer = 0; layer < count; layer++) {
     lists.forEach(([source, rows], place) => {
       const row = html("tr", { class: source });
-      if (place === 0) row.append(html("th", { scope: "rowgroup", rowspan: lists.length }, String(rows[layer].layer ?? layer)));
+      if (place === 0) row.append(html("th", { scope: "row", rowspan: lists.length }, String(rows[layer].layer ?? layer)));
       row.append(html("td", { class: "source" }, source));
       for (const [name] of COLUMNS) row.append(bar(rows[layer]?.[name]));
       body.append(row);

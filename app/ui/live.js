@@ -33,7 +33,7 @@ const P = "sparsefinder_";
 const FIGURES = [
   ["Requests", "per second", (now, then, s) => rate(now, then, `${P}requests_total`, s), (v) => v.toFixed(1)],
   ["Tokens", "per second", (now, then, s) => rate(now, then, `${P}tokens_total`, s), (v) => Math.round(v).toLocaleString("en")],
-  ["Answering", "requests now", (now) => now[`${P}requests_running`], (v) => String(v)],
+  ["Answering", "requests now", (now) => Math.max(0, now[`${P}requests_running`] - 1), (v) => String(v)],
   ["Inference", "ms per request", (now, then) => per(now, then, `${P}inference_seconds_sum`, `${P}inference_seconds_count`)
     ?? per(now, {}, `${P}inference_seconds_sum`, `${P}inference_seconds_count`), (v) => (1000 * v).toFixed(1)],
   ["Density", "computed, mode sparse", (now) => per(now, {}, `${P}computed_density_sum|sparse`, `${P}computed_density_count|sparse`), number],

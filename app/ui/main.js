@@ -38,10 +38,11 @@ function tell(error) {
   $("error").hidden = !error;
 }
 
-async function guarded(work) {
+// clears: whether success takes the last error away; what runs beside the reader's own question leaves it there.
+async function guarded(work, clears = true) {
   try {
     await work();
-    tell(null);
+    if (clears) tell(null);
     return true;
   } catch (error) {
     if (error.name !== "AbortError") tell(error);
@@ -59,7 +60,7 @@ async function begin() {
     ["α", String(info.artifact.alpha)], ["Layers × heads", `${info.artifact.layers} × ${info.artifact.heads}`], ["Device", info.device]];
   $("served").replaceChildren(...served.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))));
   for (const option of $("attention").options) option.hidden = !info.attention_modes.includes(option.value);
-  await Promise.all([guarded(ask), guarded(loadQuality)]);
+  await Promise.all([guarded(ask), guarded(loadQuality, false)]);
 }
 
 async function loadInfo() {
@@ -86,9 +87,12 @@ async function loadQuality() {
 function drawQuality() {
   const { calibration, live, points = [] } = state.quality, chosen = $("density").value;
   $("density-part").hidden = !points.length;
-  $("density").replaceChildren(new Option("as served", ""), ...points.map((point) => new Option(
-    `${number(point.density)} (recall ${number(point.recall)})`, point.density)));
-  $("density").value = points.some((point) => String(point.density) === chosen) ? chosen : "";
+  const listed = points.map((point) => `${number(point.density)} (recall ${number(point.recall)})`);
+  if (listed.join() !== state.listed) { // else it would be taken away from under who is choosing
+    state.listed = listed.join();
+    $("density").replaceChildren(new Option("as served", ""), ...points.map((point, at) => new Option(listed[at], point.density)));
+    $("density").value = points.some((point) => String(point.density) === chosen) ? chosen : "";
+  }
   $("density").disabled = $("attention").value === "dense";
   $("layers-part").hidden = !drawLayers($("layers"), calibration, live);
   $("front-about").textContent = drawFront($("front"), points, calibration?.overall, live?.overall, Number(chosen));

@@ -110,7 +110,7 @@ def test_which_requests_are_audited(tmp_path: Path) -> None:
             embed(client, "one two three", attention=mode)
         engine = client.app.state.engine  # type: ignore[attr-defined]
         for density in (0.3, 0.3, 0.1):
-            asked = Asked(["one two"], Lane("embed", "sparse", density), truncate=False)
+            asked = Asked(engine.model, ["one two"], Lane("embed", "sparse", density), truncate=False)
             client.portal.call(engine.ask, asked)  # type: ignore[union-attr]
         figures = live(client, 2, finished=5)
         assert figures["requests"] == 2

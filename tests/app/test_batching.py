@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from app.batching import PACKED, PADDED, Item, Queue, Ticket, choose
+from app.batching import PACKED, PADDED, SPACING, Item, Queue, Ticket, choose
 from app.errors import ApiError
 from app.servable import Lane
 
@@ -99,6 +100,18 @@ def test_an_old_long_item_is_not_starved_by_new_short_ones() -> None:
         if 50 in lengths_of(batch):
             return
     raise AssertionError("the oldest item still waits after three batches")
+
+
+def test_a_great_request_lets_others_between_and_is_not_starved_by_them() -> None:
+    queue, start = Queue(10_000, 1_000_000), 100.0
+    great = replace(ticket(*[10] * 500), arrived=start)
+    queue.add(great)
+    later = [replace(ticket(10), arrived=start + wait) for wait in (0.1, 1.0, 60.0)]
+    for one in later:
+        queue.add(one)
+    order = [item.ticket for _ in range(503) for item in queue.take(10)]
+    places = [order.index(one) for one in later]
+    assert places == [round(0.1 / SPACING) + 1, round(1.0 / SPACING) + 2, 502]
 
 
 def test_lanes_and_artifacts_are_never_mixed() -> None:
