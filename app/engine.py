@@ -106,10 +106,14 @@ class Engine:
         """Run something of the model that is not a forward pass, beside the worker, for so many texts.
 
         Raises:
-            ApiError: 422, 429, 503 and 504 as `ask` does.
+            ApiError: 422, 429 and 503 as `ask` does.
         """
-        async with self._in_time():
-            return await self._read(items, work)
+        self._require_running()
+        self.queue.begin_reading(items)
+        try:
+            return await self._on(self._reader, work)
+        finally:
+            self.queue.reading -= items
 
     async def ask(self, asked: Asked) -> Answer:
         """Compute one request, in batches that it may share with others.
@@ -120,7 +124,7 @@ class Engine:
                 process stops; 504 where the answer took longer than `request_seconds`.
         """
         async with self._in_time():
-            ids, truncated = await self._read(len(asked.inputs), partial(prepare, asked))
+            ids, truncated = await self.read(len(asked.inputs), partial(prepare, asked))
             sample = self.auditor.choose([len(item) for item in ids]) if asked.lane.mode in AUDITED else None
             ticket = Ticket(asked.model, asked.lane, ids, sample)
             self.queue.add(ticket)
@@ -138,14 +142,6 @@ class Engine:
         except TimeoutError:
             message = f"no answer within {self.request_seconds:g} s; the request was dropped"
             raise ApiError(504, "timeout", message, headers=RETRY) from None
-
-    async def _read(self, items: int, work: Callable[[], Result]) -> Result:
-        self._require_running()
-        self.queue.begin_reading(items)
-        try:
-            return await self._on(self._reader, work)
-        finally:
-            self.queue.reading -= items
 
     async def ready(self) -> Description:
         """What serves. After a forward pass that failed, only a new one that succeeds makes the service ready again.

@@ -30,12 +30,10 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
     Raises:
         ArtifactError: no artifact is named and none is shipped.
     """
-    device = "cpu"
     if loader is None:
         # Here, for it takes transformers seconds to import, and tests need none of it.
-        from app.model import ModelLoader, choose_device
+        from app.model import ModelLoader
 
-        device = choose_device(settings.device)
         loader = ModelLoader(settings.teacher, settings.device, settings.crossover, settings.head)
     drift = DriftWatch(min(settings.drift_requests, settings.audit_window), settings.drift_margin)
     auditor = Auditor(
@@ -47,7 +45,7 @@ def make_engine(settings: Settings, figures: Telemetry, loader: Loader | None = 
         settings.artifact_path(),
         auditor,
         Queue(settings.max_queue_items, settings.max_queue_tokens),
-        max_batch_tokens=settings.max_batch_tokens or BATCH_TOKENS[device],
+        max_batch_tokens=settings.max_batch_tokens or BATCH_TOKENS[loader.device],
         request_seconds=settings.request_seconds,
         on_worker=lambda: _limit_threads(settings.threads),
     )

@@ -70,7 +70,7 @@ class ModelLoader:
     def __init__(self, teacher: str, device: str, crossover: CrossoverSource, head: Path | None = None):
         self._name = teacher
         self._head = head
-        self._device = choose_device(device)
+        self.device = choose_device(device)
         self._crossover = crossover
         self._teacher: Teacher | None = None
 
@@ -90,10 +90,10 @@ class ModelLoader:
         """
         if self._teacher is None:
             disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is JSON lines
-            self._teacher = load_teacher(self._name, device=self._device)
+            self._teacher = load_teacher(self._name, device=self.device)
             (require_causal if self._teacher.causal else require_encoder)(self._teacher)
             self._teacher.model.set_attn_implementation(packing.NAME)
-        return ServedModel(self._teacher, content, self._device, self._crossover, self._head)
+        return ServedModel(self._teacher, content, self.device, self._crossover, self._head)
 
 
 def twin_of(original: Teacher, delta: Mapping[str, Tensor]) -> Teacher:

@@ -121,6 +121,11 @@ class Servable(Protocol):
 class Loader(Protocol):
     """How artifacts are loaded; `read` runs beside the worker (files and hashes), `build` on it (it runs the model)."""
 
+    @property
+    def device(self) -> str:
+        """Where its models run, `cpu` or `cuda`."""
+        ...
+
     def read(self, folder: Path) -> Any:
         """The checked content of an artifact folder."""
         ...

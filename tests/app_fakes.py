@@ -60,6 +60,8 @@ def write_artifact(folder: Path, **content: Any) -> Path:
 class FakeLoader:
     """Reads `fake.json`; its `fault` says where loading breaks."""
 
+    device = "cpu"
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int], str]] = []
         self.gate = threading.Event()  # a forward pass with the word "slow" waits for it

@@ -40,7 +40,7 @@ class TokenizeRequest(Strict):
 
 
 @router.post(
-    "/tokenize", **documented(TokenizeAnswer, (*KEYED, *BODY, *LOADED, 404), TokenizeRequest, ARTIFACT, EXAMPLE)
+    "/tokenize", **documented(TokenizeAnswer, (*KEYED, *BODY, *LOADED, 404, 429), TokenizeRequest, ARTIFACT, EXAMPLE)
 )
 async def tokenize(request: Request) -> Response:
     """The tokens of each text: ids, pieces, and the characters that they stand for; nothing is cut."""

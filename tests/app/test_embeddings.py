@@ -89,6 +89,7 @@ def test_auto_says_what_ran_in_each_layer_and_batch(tmp_path: Path) -> None:
         assert ran(embed(client, "one two", attention="auto")) == [{"dense": 1}] * 2
         both = embed(client, ["one two three four five", "one"], attention="auto")
         assert ran(both) == [{"sparse": 1, "dense": 1}, {"dense": 2}]
+        assert both.headers["x-sparsefinder-ran"] == "dense,sparse"
         assert ran(embed(client, "one", attention="original")) == [{"original": 1}] * 2
 
 

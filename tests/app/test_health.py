@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_a_first_artifact_that_cannot_be_loaded(tmp_path: Path, loader: FakeLoad
             time.sleep(0.01)
         assert "failed" in error_of(client.get("/readyz"), 503, "not_ready")["message"]
         assert "fake.json" in str(app.state.engine.failure)
+
+
+def test_a_stop_while_the_first_artifact_loads_is_no_failure(tmp_path: Path, loader: FakeLoader) -> None:
+    loader.read_gate.clear()
+    failed = []
+    settings = make_settings(tmp_path)
+    app = create_app(settings, make_engine(settings, Telemetry(), loader), on_failure=lambda: failed.append(True))
+    with TestClient(app):
+        threading.Timer(0.3, loader.read_gate.set).start()
+    assert app.state.engine.failure is None
+    assert not loader.calls  # no step of loading began after the stop
+    assert not failed
 
 
 def test_readiness_tells_the_truth_after_a_failure(client: TestClient, loader: FakeLoader) -> None:
