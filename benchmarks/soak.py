@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.local_server import Server, resident_mib, running, thread_count, wait_ready
 from benchmarks.paired import hardware
-from benchmarks.soak_checks import Interval, Sample, Soaked, checks, summary
+from benchmarks.soak_checks import CYCLE, Interval, Sample, Soaked, checks, summary
 from benchmarks.soak_clients import Drawn, Reply, big_body, connected, exchange, keep_acting
 from sparsefinder.artifact import PREDICTOR_FILE, load, save
 from sparsefinder.shipped import default_artifact
@@ -35,7 +35,7 @@ from training.tasks.runs import write_json
 from training.versions import versions
 
 SECONDS, SHORT = 600.0, 120.0
-RELOAD_SECONDS, RELOAD_SECONDS_SHORT = 20.0, 5.0
+RELOAD_SECONDS, RELOAD_SECONDS_SHORT = CYCLE, 5.0
 ORDER = ("second", "first", "broken")
 # One token each for the shipped teacher, so that lengths in words are lengths in tokens.
 WORDS = (

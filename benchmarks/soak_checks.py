@@ -12,6 +12,7 @@ from scipy.stats import theilslopes
 from benchmarks.soak_clients import DEADLINE, Reply
 
 MOST_MIB_PER_MINUTE = 1.0
+CYCLE = 20.0  # seconds between two reloads of a long run
 MOST_THREADS = 64
 HURRY = 0.5  # seconds before SIGTERM in which a request may still lie unread in a socket that is closed then
 NO_ANSWER = {"ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected", "BrokenPipeError"}
@@ -99,12 +100,20 @@ def served_then(reply: Reply, intervals: Sequence[Interval]) -> bool:
     )
 
 
-def memory_slope(soaked: Soaked) -> float:
-    """MiB a minute after the warm-up: the median of the slopes between all pairs of samples (Theil and Sen)."""
-    samples = [one for one in soaked.samples if soaked.warm <= one.time < soaked.stopped]
-    if len(samples) < 2:
+def memory_slope(soaked: Soaked, cycle: float = CYCLE) -> float:
+    """MiB a minute after the warm-up: the median of the slopes between the least of every `cycle` (Theil and Sen).
+
+    Each cycle holds a reload, during which there are two models, and free memory goes back every other second: what
+    leaks is what the least of a cycle does not lose again.
+    """
+    least: dict[int, float] = {}
+    for one in soaked.samples:
+        if soaked.warm <= one.time < soaked.stopped:
+            place = int((one.time - soaked.warm) // cycle)
+            least[place] = min(one.mib, least.get(place, math.inf))
+    if len(least) < 2:
         return math.nan
-    return float(theilslopes([one.mib for one in samples], [one.time / 60 for one in samples]).slope)
+    return float(theilslopes(list(least.values()), [place * cycle / 60 for place in least]).slope)
 
 
 def summary(soaked: Soaked) -> dict[str, Any]:
@@ -121,6 +130,7 @@ def summary(soaked: Soaked) -> dict[str, Any]:
         "slowest_seconds": round(seconds[-1], 3) if seconds else None,
         "memory_mib": {"start": _mib(soaked, 0), "after_warm_up": warm[0], "end": warm[-1], "most": max(warm)},
         "memory_mib_per_minute": memory_slope(soaked),
+        "memory_mib_per_minute_with_peaks": memory_slope(soaked, cycle=1.0),
         "memory_each_second": [round(sample.mib, 1) for sample in soaked.samples],
         "threads": max((sample.threads for sample in soaked.samples), default=0),
         "stop_seconds": round(soaked.stop_seconds, 2),

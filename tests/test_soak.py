@@ -84,6 +84,8 @@ def test_memory_is_a_slope_after_the_warm_up() -> None:
     later = tuple(Sample(float(t), 500.0 + 0.5 * t / 60, 1) for t in range(120, 700))
     assert memory_slope(soaked(samples=(*early, *later))) == pytest.approx(0.5)
     assert math.isnan(memory_slope(soaked(samples=early)))
+    given_back = tuple(replace(one, mib=one.mib + (one.time % 20) * one.time / 60) for one in later)
+    assert memory_slope(soaked(samples=given_back)) == pytest.approx(0.5)  # peaks that grow leave nothing behind
     assert not next(check for check in checks(soaked(samples=early)) if "slope" in check.what).holds
     assert summary(soaked())["requests"]["after SIGTERM"] == {"0": 1}
 
