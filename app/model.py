@@ -22,6 +22,7 @@ from app.points import within
 from app.schemas import MODES
 from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector
 from app.settings import CrossoverSource
+from app.shares import in_shares
 from app.vocabulary import Vocabulary
 from sparsefinder import packing
 from sparsefinder.artifact import Artifact, load
@@ -219,6 +220,13 @@ def packed_embeddings(
     model: ServedModel, teacher: Teacher, ids: Sequence[Ids], tokens: Tensor, mask: Tensor, lane: Lane
 ) -> list[Vector]:
     """The same without computing padding, where the model can do that."""
+    if lane.mode == "original" and model.description.device == "cpu":
+        return in_shares(partial(_packed, teacher), ids, torch.get_num_threads())
+    return _packed(teacher, ids)
+
+
+def _packed(teacher: Teacher, ids: Sequence[Ids]) -> list[Vector]:
+    tokens, mask = batch(teacher, ids)
     return list(pool(teacher, packing.packed_hidden(teacher.model, tokens, mask), mask).float().cpu().numpy())
 
 
