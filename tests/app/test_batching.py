@@ -85,6 +85,7 @@ def test_a_queue_empties_and_every_item_is_taken_once(lengths: list[int], limit:
 
 def test_nearest_lengths_are_preferred() -> None:
     assert sorted(lengths_of(choose(waiting(20, 5, 60, 21, 19, 20), 84))) == [19, 20, 20, 21]
+    assert lengths_of(choose(waiting(20, 22, 22, 20, 20), 66)) == [20, 20, 20]
 
 
 def test_an_item_above_the_limit_runs_alone() -> None:
