@@ -221,12 +221,11 @@ def packed_embeddings(
 ) -> list[Vector]:
     """The same without computing padding, where the model can do that."""
     if lane.mode == "original" and model.description.device == "cpu":
-        return in_shares(partial(_packed, teacher), ids, torch.get_num_threads())
-    return _packed(teacher, ids)
+        return in_shares(lambda part: _packed(teacher, *batch(teacher, part)), ids, torch.get_num_threads())
+    return _packed(teacher, tokens, mask)
 
 
-def _packed(teacher: Teacher, ids: Sequence[Ids]) -> list[Vector]:
-    tokens, mask = batch(teacher, ids)
+def _packed(teacher: Teacher, tokens: Tensor, mask: Tensor) -> list[Vector]:
     return list(pool(teacher, packing.packed_hidden(teacher.model, tokens, mask), mask).float().cpu().numpy())
 
 
