@@ -10,7 +10,7 @@ import numpy as np
 
 from app.audit import Sample
 from app.errors import ApiError, non_finite
-from app.servable import Counts, Forward, Ids, Lane, Servable
+from app.servable import Counts, Forward, Ids, Lane, Servable, computes_no_padding
 from sparsefinder.certificate import Repair
 
 # The most padding a batch may have. It is computed like text, so little pays for itself; where the model packs its
@@ -50,7 +50,7 @@ class Ticket:
     @property
     def packs(self) -> bool:
         """Whether its model computes no padding for it."""
-        return self.lane.task == "embed" and self.model.description.packs
+        return computes_no_padding(self.model.description, self.lane.task)
 
     @property
     def over(self) -> bool:

@@ -20,7 +20,7 @@ from app.graphs import graphs
 from app.heads import fill_mask, fill_mask_modes, read_heads, score, tasks_of
 from app.points import within
 from app.schemas import MODES
-from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector
+from app.servable import Counts, Description, Forward, Ids, Lane, Task, Vector, computes_no_padding
 from app.settings import CrossoverSource
 from app.shares import in_shares
 from app.vocabulary import Vocabulary
@@ -185,7 +185,7 @@ class ServedModel:
         tokens, mask = batch(teacher, ids)
         legal = legal_counts(Legal(mask, mask, causal=self.description.causal))
         seen = _Observer(self.description.heads, samples, lane.mode in ("dense", "auto"), self._gold_mass)
-        work = packed_embeddings if lane.task == "embed" and self.description.packs else TASKS[lane.task]
+        work = packed_embeddings if computes_no_padding(self.description, lane.task) else TASKS[lane.task]
         compute = partial(work, self, teacher, ids, tokens, mask, lane)
         if lane.mode == "original":
             outputs = compute()

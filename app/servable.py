@@ -62,6 +62,11 @@ class Description:
     points: tuple[WorkingPoint, ...] = ()  # of the artifact, none where its card has none
 
 
+def computes_no_padding(description: Description, task: Task) -> bool:
+    """Whether batches of this task are packed."""
+    return task == "embed" and description.packs
+
+
 @dataclass(frozen=True)
 class Forward:
     """One batch of B items. computed: pairs per item, layer and head. legal: pairs that exist, per item.
