@@ -1,6 +1,7 @@
 """The steps of the command line as functions: open a teacher, extract its splits, fit, measure, write an artifact."""
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -155,9 +156,13 @@ def evaluate_artifact(path: Path, shards: Path, on_progress: OnProgress) -> dict
 
 
 def write_figures(
-    path: Path, shards: Path, on_progress: OnProgress, reports: dict[SetName, Report] | None = None
+    path: Path,
+    shards: Path,
+    on_progress: OnProgress,
+    reports: dict[SetName, Report] | None = None,
+    out: Path | None = None,
 ) -> tuple[Card, dict[SetName, Report]]:
-    """Measure an artifact on the held-out shards and write it again with what its card says of that, as a whole.
+    """Measure an artifact on the held-out shards and write it again (to `out`) with what its card says of that.
 
     Written are the reports (measured here where they are not given), the working points, the figures in the loop (where
     the shards hold token ids) and what all of them were measured on. Everything else stays; the version changes with
@@ -182,7 +187,7 @@ def write_figures(
     about = {name: manifest[name] for name in ("text", "text_sha256", "tokens")}
     figures |= {"tokens": manifest["tokens"], "measured": about | {"instances": len(items), "libraries": _libraries()}}
     kept = {name: value for name, value in card.calibration.items() if name not in OF_A_CUT}
-    return save(path, replace(artifact, card=replace(card, calibration=kept | figures))), found
+    return save(out or path, replace(artifact, card=replace(card, calibration=kept | figures))), found
 
 
 def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
@@ -197,14 +202,17 @@ def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
 
 def run(config: RunConfig, out: Path, on_progress: OnProgress) -> tuple[Card, dict[SetName, Report]]:
     """Extract to `out/shards`, fit, calibrate where there is a target, evaluate, find the working points, and write to
-    `out/artifact`."""
-    extract_splits(config.extract, open_teacher(config.extract), out / "shards", on_progress)
-    parts = (config.fit, config.extract, out / "shards", out / "artifact", on_progress)
-    fitted = fit_artifact(*parts, target=config.target, keep=out / "fit")
-    reports = fitted[1]
+    `out/artifact`, once and at the end: what lies there is never half of this."""
+    shards, draft = out / "shards", out / ".draft"
+    extract_splits(config.extract, open_teacher(config.extract), shards, on_progress)
+    shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+    parts = (config.fit, config.extract, shards, draft, on_progress)
+    reports = fit_artifact(*parts, target=config.target, keep=out / "fit")[1]
     if config.target is not None:
-        _, reports, _ = calibrate_artifact(out / "artifact", out / "shards", config.target, on_progress)
-    return write_figures(out / "artifact", out / "shards", on_progress, reports)
+        reports = calibrate_artifact(draft, shards, config.target, on_progress)[1]
+    written = write_figures(draft, shards, on_progress, reports, out / "artifact")
+    shutil.rmtree(draft, ignore_errors=True)
+    return written
 
 
 def calibrate_artifact(
