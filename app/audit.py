@@ -178,13 +178,15 @@ class Auditor:
         return Sample(item, tuple(sorted(int(row) for row in rows)))
 
     def admit(self, samples: Sequence[Sample]) -> list[Sample]:
-        """As many of a batch's samples as may wait and there is time to copy; of the others nothing is copied."""
+        """As many of a batch's samples as may wait and there is time to copy; of the others nothing is copied.
+
+        `batch_ran` counts the others, since a batch that fails is formed again.
+        """
         used = self._pause[1] - self._pause[0]
         each = self.audit_ms / 1000 if self._copying is None else self._copying
         fit = int((self.audit_ms / 1000 - used) / each) if each else MOST_WAITING
         with self._lock:
             room = max(0, min(MOST_WAITING - len(self._waiting), fit if used else max(1, fit)))
-        self._dropped(len(samples) - room)
         return list(samples[:room])
 
     def offer(self, point: Point, layers: Sequence[AuditedLayer]) -> None:
@@ -233,11 +235,13 @@ class Auditor:
         except Exception as error:  # noqa: BLE001  (an audit must never stop the service)
             telemetry.log("audit_failed", logging.ERROR, error)
 
-    def batch_ran(self, arrived: float, seconds: float, copying: float, samples: int) -> None:
+    def batch_ran(self, arrived: float, seconds: float, copying: float, samples: int, left_out: int = 0) -> None:
         """Note a batch whose oldest request arrived at `arrived` (of the clock), and what audits made it wait for.
 
         seconds: of its forward pass. copying: the part of them in which the rows of so many samples were copied.
+        left_out: its other samples, which `admit` had no room for.
         """
+        self._dropped(left_out)
         began, ended = self._pause
         delay = max(0.0, ended - max(began, arrived)) + copying
         self._pause = (0.0, 0.0)

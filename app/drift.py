@@ -51,7 +51,7 @@ class DriftWatch:
         loop = (calibration or {}).get("loop")
         known = loop is not None and (loop.get("overall") or {}).get("recall") is not None
         with self._lock:
-            self._loop = loop if known else None
+            self._loop = dict(loop) if loop and known else None
             self._reset("no audited request yet" if known else "the artifact has no calibration in the loop")
 
     def check(self, records: Callable[[], Sequence[Record]], at_once: bool = False) -> None:
@@ -62,15 +62,17 @@ class DriftWatch:
             if loop is None or (early and not at_once):
                 return
             self._checked = now
-            found = list(records())
+        found = list(records())
+        recall, span = pooled_recall(found) if len(found) >= self.requests else (None, None)
+        with self._lock:
+            if self._loop is not loop:  # another artifact serves by now, and has begun anew
+                return
             if len(found) < self.requests:
                 self._reason = f"{len(found)} of {self.requests} audited requests that it takes to tell"
-                return
-            recall, span = pooled_recall(found)
-            if recall is None or span is None:
+            elif recall is None or span is None:
                 self._reason = "no audited row had a gold pair"
-                return
-            self._state, self._reason = self._compare(loop, found, recall, span), None
+            else:
+                self._state, self._reason = self._compare(loop, found, recall, span), None
 
     @property
     def state(self) -> Drift | None:

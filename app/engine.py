@@ -243,9 +243,8 @@ class Engine:
     async def _serve(self, batch: Sequence[Item]) -> None:
         """Run one batch and answer whom it completes. Where it fails, each request in it is tried alone."""
         first = batch[0].ticket
-        samples = self.auditor.admit(
-            [Sample(place, item.sample.rows) for place, item in enumerate(batch) if item.sample is not None]
-        )
+        wanted = [Sample(place, item.sample.rows) for place, item in enumerate(batch) if item.sample is not None]
+        samples = self.auditor.admit(wanted)
         ids = [item.ids for item in batch]
         try:
             forward = partial(first.model.forward, ids, first.lane, samples)
@@ -259,7 +258,8 @@ class Engine:
         self._suspect = not all(map(finite, done.outputs))
         self.queue.measured(sum(map(len, ids)), seconds)
         self.figures.batch([len(item) for item in ids], first.packs)
-        self.auditor.batch_ran(first.arrived, seconds, done.copying_seconds, len(samples))
+        left_out = len(wanted) - len(samples)
+        self.auditor.batch_ran(first.arrived, seconds, done.copying_seconds, len(samples), left_out)
         deliver(batch, done, seconds)
         point = Point(first.model.description.version, first.lane.density)
         for sample, layers in zip(samples, done.audits, strict=True):

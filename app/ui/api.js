@@ -18,6 +18,7 @@ export function rememberKey(key) {
 export async function request(path, body, signal) {
   const headers = {};
   const key = sessionStorage.getItem(KEY);
+  if (key && /[^\x20-\xff]/.test(key)) throw new ServiceError(401, "no_key", "the key holds characters that no header can carry");
   if (key) headers.authorization = `Bearer ${key}`;
   if (body) headers["content-type"] = "application/json";
   const options = { method: body ? "POST" : "GET", headers, signal, cache: "no-store" };

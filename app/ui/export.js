@@ -15,7 +15,7 @@ export function save(name, blob) {
 const MARGIN = 28, HEAD = 64, FOOT = 48;
 
 // title: two lines. measures: of the head, as the answer has them.
-export function picture(graph, tokens, shown, title, measures) {
+export async function picture(graph, tokens, shown, title, measures) {
   const cell = Math.max(2, Math.min(18, Math.floor(1400 / graph.n))), gutter = cell >= 9 ? 84 : 0;
   const side = gutter + cell * graph.n, width = Math.max(side, 560) + 2 * MARGIN, height = side + HEAD + FOOT + MARGIN;
   const canvas = document.createElement("canvas");
@@ -31,7 +31,9 @@ export function picture(graph, tokens, shown, title, measures) {
   paint(ctx, graph, tokens, shown, cell, gutter);
   ctx.restore();
   legend(ctx, colours, graph, HEAD + side + 28);
-  return new Promise((done) => canvas.toBlob(done, "image/png"));
+  const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+  if (!blob) throw new Error(`no picture: ${graph.n} tokens are more than this browser can draw; the JSON has them all`);
+  return blob;
 }
 
 function caption(ctx, colours, title, measures) {

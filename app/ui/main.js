@@ -215,10 +215,10 @@ $("zoom-out").addEventListener("click", () => matrix.enlarge(0.5));
 $("export-json").addEventListener("click", () => {
   save(`${fileName()}.json`, new Blob([state.raw], { type: "application/json" }));
 });
-$("export-png").addEventListener("click", async () => {
+$("export-png").addEventListener("click", () => guarded(async () => {
   const title = `${state.answer.model}: layer ${state.answer.layers[0].layer}, head ${state.head.head}`, measures = state.head.measures[$("set").value];
   save(`${fileName()}.png`, await picture(state.graph, state.answer.tokens, shown(), title, measures));
-});
+}, false));
 
 function fileName() {
   return `attention-layer${state.answer.layers[0].layer}-head${state.head.head}`;

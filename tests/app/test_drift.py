@@ -131,6 +131,16 @@ def test_a_reload_forgets(watched: Watched) -> None:
     assert watched.events == [("WARNING", "recall_drift")]  # the artifact that drifted serves no more
 
 
+def test_a_reload_during_a_comparison_forgets_it_too(watched: Watched) -> None:
+    def records() -> list[Record]:
+        watched.watch.serve(CALIBRATION)
+        return [record(0.5, 0.5)] * 10
+
+    watched.watch.check(records)
+    assert watched.watch.state is None
+    assert not watched.events
+
+
 def test_it_compares_at_most_once_a_second(watched: Watched) -> None:
     asked = []
 

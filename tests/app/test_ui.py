@@ -360,6 +360,14 @@ window.fetch = async (path, options) => {
 
 
 @needs_browser
+def test_a_picture_that_the_browser_cannot_draw_is_told(opened: Page) -> None:
+    show(opened, WORDS)
+    opened.evaluate("HTMLCanvasElement.prototype.toBlob = (done) => done(null), 0")
+    opened.click("#export-png")
+    opened.wait("document.querySelector('#error').textContent.includes('more than this browser can draw')")
+
+
+@needs_browser
 def test_calibration_and_live_figures_are_shown(opened: Page) -> None:
     rows = opened.evaluate("[...document.querySelectorAll('#layers tbody tr')].map(e => e.textContent)")
     assert rows == [f"{n}calibration.{700 + 100 * n}.{900 - 100 * n}" for n in range(LAYERS)]
@@ -416,6 +424,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page, guarded: str) -> Non
     page.open(f"{guarded}/ui")
     page.wait("!document.querySelector('#key-form').hidden")
     assert page.evaluate("document.activeElement.id") == "key"
+    page.fill("#key", "wr\u014dng")
+    page.click("#key-form button")
+    page.wait("document.querySelector('#error').textContent.includes('no header can carry')")
     page.fill("#key", "wrong")
     page.click("#key-form button")
     page.wait("document.querySelector('#error').textContent.includes('not known')")
