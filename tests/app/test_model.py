@@ -16,7 +16,8 @@ from tiny_bert import HEADS, LAYERS, WORDS, make_artifact, make_teacher
 from app.audit import Sample
 from app.calibration import calibration_of
 from app.main import make_engine
-from app.model import Content, ModelLoader, ServedModel, kept_keys, label
+from app.model import Content, ModelLoader, ServedModel, label
+from app.observer import kept_keys
 from app.servable import Forward, Lane
 from app.settings import load_settings
 from app.telemetry import Telemetry
