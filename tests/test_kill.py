@@ -234,6 +234,7 @@ def test_a_first_run_that_is_killed_again_and_again(tmp_path: Path, trainer: For
             shutil.rmtree(tmp_path / "run")
     assert trainer.run(*base, "--out", tmp_path / "run") == 0, trainer.log.read_text()
     assert load(path).card.hash == whole
+    assert listing(tmp_path / "run") == listing(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
