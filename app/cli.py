@@ -13,7 +13,7 @@ import uvicorn
 from rich.console import Console
 from rich.markup import escape
 
-from app.memory import share_one_heap
+from app.memory import forget_old_shapes, share_one_heap
 from app.settings import Settings, load_settings
 from app.telemetry import configure_logging, log
 from sparsefinder.errors import SparsefinderError
@@ -67,6 +67,7 @@ def run(settings: Settings) -> int:
         SparsefinderError: the model or the artifact cannot be served.
     """
     check_faiss_wheels()
+    forget_old_shapes()
     share_one_heap()
     configure_logging(settings.log_level)
     from app.main import create_app  # here, so that --help need not wait for torch

@@ -29,11 +29,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory and threads of the service at one moment."""
+    """Memory and threads of the service at one moment, and the least memory that was seen since the sample before."""
 
     time: float
     mib: float
     threads: int
+    least: float
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,23 @@ def served_then(reply: Reply, intervals: Sequence[Interval]) -> bool:
     )
 
 
-def memory_slope(soaked: Soaked, cycle: float = CYCLE) -> float:
-    """MiB a minute after the warm-up: the median of the slopes between the least of every `cycle` (Theil and Sen).
+def memory_slope(soaked: Soaked, peaks: bool = False) -> float:
+    """MiB a minute after the warm-up: the median of the slopes between the least of every 20 s (Theil and Sen).
 
-    Each cycle holds a reload, during which there are two models, and free memory goes back every other second: what
-    leaks is what the least of a cycle does not lose again.
+    Each of them holds a reload, during which there are two models, and free memory goes back every other second,
+    between two batches: what leaks is what the least does not lose again. peaks: of all samples as they are instead.
     """
-    least: dict[int, float] = {}
-    for one in soaked.samples:
-        if soaked.warm <= one.time < soaked.stopped:
-            place = int((one.time - soaked.warm) // cycle)
-            least[place] = min(one.mib, least.get(place, math.inf))
-    if len(least) < 2:
+    warm = [one for one in soaked.samples if soaked.warm <= one.time < soaked.stopped]
+    points = [(one.time, one.mib) for one in warm]
+    if not peaks:
+        least: dict[float, float] = {}
+        for one in warm:
+            begin = (one.time - soaked.warm) // CYCLE * CYCLE
+            least[begin] = min(one.least, least.get(begin, math.inf))
+        points = list(least.items())
+    if len(points) < 2:
         return math.nan
-    return float(theilslopes(list(least.values()), [place * cycle / 60 for place in least]).slope)
+    return 60 * float(theilslopes([mib for _, mib in points], [time for time, _ in points]).slope)
 
 
 def summary(soaked: Soaked) -> dict[str, Any]:
@@ -130,8 +134,9 @@ def summary(soaked: Soaked) -> dict[str, Any]:
         "slowest_seconds": round(seconds[-1], 3) if seconds else None,
         "memory_mib": {"start": _mib(soaked, 0), "after_warm_up": warm[0], "end": warm[-1], "most": max(warm)},
         "memory_mib_per_minute": memory_slope(soaked),
-        "memory_mib_per_minute_with_peaks": memory_slope(soaked, cycle=1.0),
+        "memory_mib_per_minute_with_peaks": memory_slope(soaked, peaks=True),
         "memory_each_second": [round(sample.mib, 1) for sample in soaked.samples],
+        "memory_least_of_each_second": [round(sample.least, 1) for sample in soaked.samples],
         "threads": max((sample.threads for sample in soaked.samples), default=0),
         "stop_seconds": round(soaked.stop_seconds, 2),
         "exit_code": soaked.exit_code,

@@ -17,6 +17,10 @@ from benchmarks.soak_clients import BAD, Drawn, Reply, act, big_body, checked, d
 GOOD = Reply("good", 10.0, 10.1, 11.0, 200, "first v1")
 
 
+def seen(time: float, mib: float, threads: int = 12) -> Sample:
+    return Sample(float(time), mib, threads, mib)
+
+
 def soaked(**changes: Any) -> Soaked:
     """A run of 700 seconds without a fault, its memory at 500 MiB, with a sawtooth."""
     whole = Soaked(
@@ -27,7 +31,7 @@ def soaked(**changes: Any) -> Soaked:
         last=(Reply("last", 699.5, 699.6, 702.0, 200, "first v1"),),
         reloads=(Reply("reload broken", 30.0, 30.0, 31.0, 409),),
         intervals=(Interval("first v1", 0.0, None),),
-        samples=tuple(Sample(float(t), 500.0 + 3 * (t % 20 < 5), 12) for t in range(700)),
+        samples=tuple(seen(t, 500.0 + 3 * (t % 20 < 5)) for t in range(700)),
         exit_code=0,
         stop_seconds=2.0,
         exceptions=0,
@@ -47,9 +51,9 @@ BROKEN: dict[str, dict[str, Any]] = {
     "nothing hung": {"replies": (replace(GOOD, ended=80.0),)},
     "good reloads taken, broken refused": {"reloads": (replace(GOOD, fault="expected 409, got 200"),)},
     "memory slope, at most 1 MiB a minute": {
-        "samples": tuple(Sample(float(t), 500.0 + t * 1.1 / 60 + 3 * (t % 20 < 5), 12) for t in range(700))
+        "samples": tuple(seen(t, 500.0 + t * 1.1 / 60 + 3 * (t % 20 < 5)) for t in range(700))
     },
-    "threads, at most 64": {"samples": (Sample(1.0, 500.0, 65), *soaked().samples)},
+    "threads, at most 64": {"samples": (seen(1.0, 500.0, 65), *soaked().samples)},
     "no exception in the log": {"exceptions": 1},
     "exit code 0": {"exit_code": -15},
 }
@@ -80,12 +84,15 @@ def test_an_artifact_serves_from_the_start_of_its_reload_to_the_end_of_the_next(
 
 
 def test_memory_is_a_slope_after_the_warm_up() -> None:
-    early = tuple(Sample(float(t), 100.0 * t, 1) for t in range(120))
-    later = tuple(Sample(float(t), 500.0 + 0.5 * t / 60, 1) for t in range(120, 700))
+    early = tuple(seen(t, 100.0 * t) for t in range(120))
+    later = tuple(seen(t, 500.0 + 0.5 * t / 60) for t in range(120, 700))
     assert memory_slope(soaked(samples=(*early, *later))) == pytest.approx(0.5)
     assert math.isnan(memory_slope(soaked(samples=early)))
-    given_back = tuple(replace(one, mib=one.mib + (one.time % 20) * one.time / 60) for one in later)
-    assert memory_slope(soaked(samples=given_back)) == pytest.approx(0.5)  # peaks that grow leave nothing behind
+    higher = tuple(seen(one.time, one.mib + (one.time % 20) * one.time / 60) for one in later)
+    assert memory_slope(soaked(samples=higher)) == pytest.approx(0.5)  # peaks that grow leave nothing behind
+    between = tuple(replace(one, least=low.least) for one, low in zip(higher, later, strict=True))
+    assert memory_slope(soaked(samples=between)) == pytest.approx(0.5)
+    assert memory_slope(soaked(samples=between), peaks=True) > 5
     assert not next(check for check in checks(soaked(samples=early)) if "slope" in check.what).holds
     assert summary(soaked())["requests"]["after SIGTERM"] == {"0": 1}
 

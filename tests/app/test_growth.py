@@ -123,6 +123,34 @@ print(agreed)
     assert done.stderr.count("Arena ") == 1, done.stderr
 
 
+def test_shapes_that_were_seen_leave_nothing_behind() -> None:
+    """What oneDNN keeps of a GELU is some KiB; a batch of another length is another shape. In a process of its own."""
+    code = """
+import ctypes, sys
+from app.memory import forget_old_shapes
+if sys.argv[1] == "forget": forget_old_shapes()
+import torch
+libc = ctypes.CDLL(None)
+class Info(ctypes.Structure):
+    _fields_ = [(f"field_{place}", ctypes.c_size_t) for place in range(10)]
+libc.mallinfo2.restype = Info  # the field 7, uordblks, is what is in use
+def grown(shapes):
+    before = libc.mallinfo2().field_7
+    for rows in shapes:
+        torch.nn.functional.gelu(torch.zeros(1, rows, 1536))
+    return libc.mallinfo2().field_7 - before
+grown(range(8, 72))
+print(grown(range(72, 372)))
+"""
+    kept, forgotten = (
+        int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "forget")
+    )
+    if kept < 300 * 1024:
+        pytest.skip(f"oneDNN keeps nothing here: {kept} bytes")
+    assert forgotten < kept / 10
+
+
 def compiled() -> int:
     """How many versions of kernels exist in this process, over all functions that numba compiles."""
     return sum(len(one.signatures) for one in gc.get_objects() if type(one) is CPUDispatcher)
