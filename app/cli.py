@@ -1,11 +1,13 @@
 """`sparsefinder-serve`: every setting is a flag of the same name, and SIGTERM finishes what runs."""
 
 import inspect
+import os
 import signal
 import socket
-import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, Union, get_args, get_origin
 
 import typer
@@ -19,7 +21,7 @@ from app.telemetry import configure_logging, log
 from sparsefinder.errors import SparsefinderError
 from sparsefinder.faiss_choice import check_faiss_wheels
 
-USAGE_ERROR = 2
+FAILED, USAGE_ERROR = 1, 2
 
 
 def _flag(name: str) -> inspect.Parameter:
@@ -51,9 +53,13 @@ def serve(**flags: Any) -> None:
     try:
         code = run(load_settings(**flags))
     except SparsefinderError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        _say(str(error))
         code = USAGE_ERROR
     raise typer.Exit(code)
+
+
+def _say(error: str) -> None:
+    Console(stderr=True).print(f"[red]error:[/red] {escape(error)}", highlight=False, soft_wrap=True)
 
 
 serve.__signature__ = inspect.Signature([_flag(name) for name in Settings.model_fields])  # type: ignore[attr-defined]
@@ -66,6 +72,7 @@ def run(settings: Settings) -> int:
     Raises:
         SparsefinderError: the model or the artifact cannot be served.
     """
+    _on_stop(_leave_at_once)
     check_faiss_wheels()
     forget_old_shapes()
     share_one_heap()
@@ -87,23 +94,34 @@ def run(settings: Settings) -> int:
         ws="none",
     )
     server = _Server(config)
-    # uvicorn finishes what runs and then raises the signal again, which would end the process with another code than 0.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        """uvicorn finishes what runs and then raises the signal again, which would give another exit code than 0."""
+        if not server.should_exit:
+            _leave_at_once(number, frame)  # it has not begun
+
+    _on_stop(leave)
     log("starting", host=settings.host, port=settings.port, admin_open=settings.admin_open)
     try:
         server.run()
     except SystemExit as asked:
-        if asked.code:
-            raise
+        if asked.code:  # uvicorn has logged the reason of the system
+            _say(f"host, port: cannot listen on {settings.host}:{settings.port}; the log's last event says why")
+            return FAILED
     failure = app.state.engine.failure
     if isinstance(failure, SparsefinderError):
         raise failure
-    return 1 if failure or not server.started else 0
+    return FAILED if failure or not server.started else 0
 
 
-def _leave(number: int, frame: Any) -> NoReturn:
-    sys.exit(0)
+def _on_stop(handler: Callable[[int, FrameType | None], Any]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """While modules are imported: an exception would come out of one of them, as another one or not at all."""
+    os._exit(0)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from sparsefinder import packing
 from sparsefinder.artifact import Artifact, load
 from sparsefinder.attaching import attach_artifact
 from sparsefinder.delta import copy_for_delta
+from sparsefinder.errors import ConfigError
 from sparsefinder.hf import Attached, detach
 from sparsefinder.patterns.legal import Legal
 from sparsefinder.teacher import (
@@ -43,8 +44,15 @@ from sparsefinder.teacher import (
 
 
 def choose_device(asked: str) -> str:
-    """`cuda` or `cpu`; `auto` takes the GPU where torch sees one."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+    """`cuda` or `cpu`; `auto` takes the GPU where torch sees one.
+
+    Raises:
+        ConfigError: `cuda` is asked for, and torch sees none.
+    """
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise ConfigError("device: expected cpu or auto, since torch sees no GPU here, got cuda")
+    return ("cuda" if there else "cpu") if asked == "auto" else asked
 
 
 def label(folder: Path) -> str:

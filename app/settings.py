@@ -108,6 +108,13 @@ class Settings(BaseSettings):
             raise ValueError(f"expected 1, got {value}: {ONE_PROCESS}")
         return value
 
+    @field_validator("artifacts_root")
+    @classmethod
+    def _folder(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_dir():
+            raise ValueError(f"expected a folder that exists, got {str(value)!r}")
+        return value
+
     @model_validator(mode="after")
     def _limits_in_order(self) -> "Settings":
         if self.min_density > self.max_density:

@@ -185,7 +185,8 @@ class Telemetry:
         self.seconds.labels(route).observe(seconds)
         if facts.code is not None:
             self.errors.labels(facts.code).inc()
-        level = logging.ERROR if status >= 500 else logging.INFO
+        expected = facts.code in ("not_ready", "shutting_down")  # balancers and clients ask all the time
+        level = logging.ERROR if status >= 500 and not expected else logging.INFO
         log("request", level, route=route, method=method, status=status, ms=round(seconds * 1000, 3), **asdict(facts))
 
     def batch(self, lengths: Sequence[int], packed: bool) -> None:

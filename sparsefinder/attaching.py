@@ -26,7 +26,7 @@ def attach_artifact(teacher: Teacher, artifact: Artifact) -> Attached:
     card = artifact.card
     if card.teacher_fingerprint != teacher.fingerprint:
         expected, came = teacher.fingerprint[:12], card.teacher_fingerprint[:12]
-        named = f"expected one for teacher {expected} ({teacher.name}), got one for {came}"
+        named = f"expected one for teacher {expected} ({teacher.name}), got one for {came} ({card.teacher})"
         raise IncompatibleModelError(f"artifact: {named}")
     apply_delta(teacher.model, artifact.delta)
     device = next(teacher.model.parameters()).device

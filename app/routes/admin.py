@@ -70,7 +70,6 @@ def _confined(path: str, root: Path) -> Path:
     if target == root or not target.is_relative_to(root):
         raise ApiError(422, "artifact_outside_root", "artifact: expected a folder below the artifacts root", "artifact")
     if not there:
-        raise ApiError(
-            404, "artifact_not_found", "artifact: expected a folder below the artifacts root, found none", "artifact"
-        )
+        message = "artifact: expected a folder below artifacts_root (a setting), found none"
+        raise ApiError(404, "artifact_not_found", message, "artifact")
     return target

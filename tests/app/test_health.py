@@ -1,8 +1,10 @@
 """Health, keys, settings, the command line, and how the process ends."""
 
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ from typer.testing import CliRunner
 from app.cli import serve
 from app.main import create_app, make_engine
 from app.settings import Settings, load_settings
-from app.telemetry import Telemetry
+from app.telemetry import Telemetry, begin, facts_of
 from sparsefinder.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -149,7 +151,14 @@ def test_settings_from_flags_and_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("workers", 2), ("port", 70000), ("audit_rate", float("nan")), ("device", "tpu"), ("max_items", 0)],
+    [
+        ("workers", 2),
+        ("port", 70000),
+        ("audit_rate", float("nan")),
+        ("device", "tpu"),
+        ("max_items", 0),
+        ("artifacts_root", "nowhere"),
+    ],
 )
 def test_settings_outside_what_is_allowed(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -209,6 +218,42 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(tmp_path: Path) -> None:
         assert process.wait(20) == 0
     finally:
         process.kill()
+
+
+def fake_server(artifact: Path, *flags: str) -> "subprocess.Popen[str]":
+    """The same, before anything was read of what it says."""
+    code = FAKE_SERVER.format(tests=str(REPOSITORY / "tests"))
+    command = [sys.executable, "-c", code, "--artifact", str(artifact), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+
+
+def test_a_stop_before_anything_serves_is_quiet(tmp_path: Path) -> None:
+    process = fake_server(make_settings(tmp_path).artifact_path(), "--port", "0")
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["event"] == "starting"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = fake_server(make_settings(tmp_path).artifact_path(), "--port", str(port))
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith(f"error: host, port: cannot listen on 127.0.0.1:{port}")
+    assert "address already in use" in said
+
+
+def test_a_balancer_that_asks_too_early_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="sparsefinder.app")
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "headers": []}
+    begin(scope)
+    for code in ("not_ready", "internal_error"):
+        facts_of(scope).code = code
+        Telemetry().finish(scope, 503, 0.0)
+    assert [line.levelname for line in caplog.records] == ["INFO", "ERROR"]
 
 
 def test_a_broken_first_artifact_ends_the_process_with_2(tmp_path: Path) -> None:

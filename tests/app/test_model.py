@@ -16,7 +16,7 @@ from tiny_bert import HEADS, LAYERS, WORDS, make_artifact, make_teacher
 from app.audit import Sample
 from app.calibration import calibration_of
 from app.main import make_engine
-from app.model import Content, ModelLoader, ServedModel, label
+from app.model import Content, ModelLoader, ServedModel, choose_device, label
 from app.observer import kept_keys
 from app.servable import Forward, Lane
 from app.settings import load_settings
@@ -25,6 +25,7 @@ from sparsefinder import hf_attached
 from sparsefinder.artifact import load
 from sparsefinder.attention.crossover import Crossover, Times
 from sparsefinder.entmax import support
+from sparsefinder.errors import ConfigError
 from sparsefinder.patterns.legal import legal_from_mask
 from sparsefinder.patterns.positional import GlobalTokens, window
 from sparsefinder.plan import plan_matrix
@@ -260,3 +261,10 @@ def test_settings_make_the_real_engine_with_its_own_threads(root: Path) -> None:
 def test_an_artifact_is_called_by_its_folder_or_its_run(tmp_path: Path) -> None:
     assert label(tmp_path / "runs" / "emma" / "artifact") == "emma"
     assert label(tmp_path / "minilm-entmax") == "minilm-entmax"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ConfigError, match="device: expected cpu or auto"):
+        choose_device("cuda")
