@@ -133,7 +133,8 @@ def readme(result: dict[str, Any], training: dict[str, Any]) -> str:
 
 {recall_table(result, 8)}
 
-What is served ({result["about"]["artifact"]}), set plan: {line}.
+What is served ({result["about"]["artifact"]}; [newer versions](artifacts/README.md) with the same weights), set plan:
+{line}.
 
 {cosines(result)}
 
