@@ -2,7 +2,11 @@
 
 import json
 import random
+import subprocess
+import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -16,6 +20,7 @@ from training.cli import app
 from training.config import KINDS, ExtractConfig, FitConfig, minilm
 from training.fit import calibration_items, measuring_items
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--tokens", "24", "--instances", "6", "--heldout", "4"]
 QUICK = ["--steps", "4", "--tile-size", "8", "--tiles", "2", "--window", "3"]
 
@@ -138,6 +143,25 @@ def test_extract_goes_on_and_refuses_another_configuration(teacher, text, tmp_pa
     assert "6 training and 4 held-out instances of 24 tokens lie in" in first.stdout.replace("\n", " ")
     assert invoke("extract", *options).exit_code == 0
     assert "seed differ" in error_of(invoke("extract", *options, "--seed", 5))
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet():
+    """Even where an import swallows the exception, as torch does while it loads numpy."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["sparsefinder-train"].partition(":")
+    code = f"""
+import contextlib, os, signal, sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "training.cli":
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupted())
+from {module} import {name}
+{name}()
+"""
+    left = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (left.returncode, left.stdout, left.stderr) == (130, "", "")
 
 
 def test_ctrl_c_is_one_line_and_130(teacher, text, tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ app.command("report")(_friendly(report_command))
 
 
 def main() -> None:
-    """The console script."""
+    """The commands, with every module imported; `training.__main__` is the console script."""
     app()
 
 
