@@ -17,7 +17,7 @@ from rich.table import Table
 from sparsefinder.errors import ConfigError, SparsefinderError
 from sparsefinder.faiss_choice import check_faiss_wheels
 from training.audit_cli import audit_command
-from training.calibrate_cli import calibrate_command
+from training.calibrate_cli import calibrate_command, missed_target
 from training.cli_options import (
     EXTRACT,
     FIT,
@@ -173,6 +173,8 @@ def run(
     with progress(console) as on_progress:
         card, reports = run_all(config, out, on_progress, _saying(console))
     _show(reports)
+    if config.target is not None and (missed := missed_target(config.target, card.calibration["allotted"]["reached"])):
+        _say(missed)
     _say(f"Artifact {card.version} lies in {out / 'artifact'}")
 
 
