@@ -13,7 +13,9 @@ CHECKED := --jaxtyping-packages=sparsefinder,training,beartype.beartype -m "not 
 unexport PYTHONDONTWRITEBYTECODE
 
 TEXT ?=
-OUT ?= runs/$(if $(TEXT),$(basename $(notdir $(TEXT))),default)
+# make takes a blank for the end of a name, so that those of TEXT are hidden from its functions.
+BLANK := $(subst ,, )
+OUT ?= runs/$(if $(TEXT),$(subst |,$(BLANK),$(basename $(notdir $(subst $(BLANK),|,$(TEXT))))),default)
 
 .PHONY: help demo test check serve train load soak wheel clean
 .DEFAULT_GOAL := help
@@ -49,8 +51,11 @@ check: $(READY)  ## linters, types, and the quick tests under the shape checker
 serve: $(READY)  ## the service on 127.0.0.1:8000, until Ctrl-C
 	@$(VENV)/bin/sparsefinder-serve --artifacts-root .
 
+# Through the environment: a file's name may hold blanks, quotes and whatever else a shell reads in its own way.
+train: export TRAIN_TEXT = $(TEXT)
+train: export TRAIN_OUT = $(OUT)
 train: $(READY)  ## retrain the predictors on the default text, or TEXT=file, into OUT=runs/...
-	@$(VENV)/bin/sparsefinder-train run --out $(OUT) $(if $(TEXT),--text $(TEXT))
+	@$(VENV)/bin/sparsefinder-train run --out "$$TRAIN_OUT" $(if $(TEXT),--text "$$TRAIN_TEXT")
 
 load: $(READY)  ## two minutes of 64 clients on the service, and on the same model behind a plain server
 	@$(PY) -m benchmarks.load --quick

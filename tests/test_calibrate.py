@@ -15,6 +15,7 @@ from sparsefinder.predictors import Tiles
 from sparsefinder.predictors.tiles import EVERY_KEY, NO_KEY
 from training import fit as fit_module
 from training.calibrate import choose, one_budget, one_threshold, thresholds_at
+from training.calibrate_cli import missed_target
 from training.cli import app
 from training.config import FitConfig, Target, run_config, smollm2
 from training.extract import read_layer, read_manifest, read_values
@@ -107,6 +108,35 @@ def test_a_target_is_met_and_allotting_beats_one_budget(run, target, tmp_path):
     again = invoke("evaluate", "--artifact", tmp_path / "a", "--data", out / "shards", "--json", tmp_path / "e.json")
     assert again.exit_code == 0, again.output
     assert json.loads((tmp_path / "e.json").read_text())["plan"] == artifact.card.calibration["plan"]
+
+
+def test_a_target_out_of_reach_is_said(run, tmp_path):
+    out, _ = run
+    place = ["--artifact", out / "artifact", "--data", out / "shards", "--out", tmp_path / "a"]
+
+    def lines(value):
+        result = invoke("calibrate", *place, "--density", value, "--json", tmp_path / "c.json")
+        assert result.exit_code == 0, result.output
+        return [line for line in result.stdout.splitlines() if "not reached" in line]
+
+    assert lines(0.6) == []
+    said = lines(0.01)
+    figures = json.loads((tmp_path / "c.json").read_text())
+    assert figures["heads_without_prediction"] == 8
+    least = f"{figures['reached']['density']:.3f}"
+    assert said == [f"target not reached: density 0.010 asked, {least} is what window and global tokens compute alone"]
+
+
+@pytest.mark.parametrize(("target", "came", "said"), [
+    (Target("recall", 0.9), {"recall": 0.88}, "target not reached: recall 0.900 asked, 0.880 is reached"),
+    (Target("mass", 0.9), {"mass": 0.8996}, ""),
+    (Target("mass", 0.9), {"mass": 0.97}, ""),
+    (Target("density", 0.3), {"density": 0.2}, ""),
+    (Target("output", 0.1), {"output_error": 0.2}, "target not reached: output error 0.100 asked, 0.200 is reached"),
+    (Target("output", 0.1), {"output_error": None}, ""),
+])  # fmt: skip
+def test_what_is_missed_is_said_and_a_hair_is_not(target, came, said):
+    assert missed_target(target, came) == said
 
 
 def test_mistakes_are_one_line(run, tmp_path):

@@ -2,7 +2,12 @@
 
 import json
 import random
+import re
+import subprocess
+import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -14,8 +19,10 @@ from sparsefinder.predictors import Clusters, Distance, RowBudget, Score, Tiles
 from training import pipeline
 from training.cli import app
 from training.config import KINDS, ExtractConfig, FitConfig, minilm
+from training.extract import read_manifest
 from training.fit import calibration_items, measuring_items
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--tokens", "24", "--instances", "6", "--heldout", "4"]
 QUICK = ["--steps", "4", "--tile-size", "8", "--tiles", "2", "--window", "3"]
 
@@ -138,6 +145,74 @@ def test_extract_goes_on_and_refuses_another_configuration(teacher, text, tmp_pa
     assert "6 training and 4 held-out instances of 24 tokens lie in" in first.stdout.replace("\n", " ")
     assert invoke("extract", *options).exit_code == 0
     assert "seed differ" in error_of(invoke("extract", *options, "--seed", 5))
+
+
+@pytest.mark.parametrize("command", ["extract", "run"])
+def test_fewer_instances_than_asked_are_said(command, teacher, text, tmp_path):
+    options = [command, "--teacher", teacher, "--text", text, "--out", tmp_path / "x", "--tokens", 64, "--instances", 6]
+    result = invoke(*options, "--heldout", 80, *(QUICK if command == "run" else []))
+    assert result.exit_code == 0, result.output
+    shards = tmp_path / "x" / ("shards" if command == "run" else "")
+    came = {split: read_manifest(shards / split)["instances"] for split in ("train", "heldout")}
+    assert came["train"] == 6
+    assert 0 < came["heldout"] < 80
+    said = f"heldout: {came['heldout']} of 80 instances of 64 tokens, the text has no more (a tenth of it is held out)"
+    assert said in result.stderr.splitlines()
+    assert "train: " not in result.stderr
+
+
+def test_an_instance_shorter_than_asked_is_said(teacher, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a cat. a dog.\na bee.\n")
+    options = ["--tokens", 64, "--instances", 1, "--heldout", 1]
+    result = invoke("extract", "--teacher", teacher, "--text", path, "--out", tmp_path / "x", *options)
+    assert re.search(
+        r"^train: 1 of 1 instances of \d+ tokens, not 64, the text has no more$", result.stderr, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("command", ["extract", "run"])
+def test_mistakes_in_text_and_folder_are_said_before_a_teacher_is_opened(command, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "open_teacher", lambda _: pytest.fail("the teacher was opened"))
+    bad = tmp_path / "bad.txt"
+    options = [command, "--teacher", "minilm", "--artifact", "none", "--tokens", 64]
+
+    def said(content):
+        bad.write_bytes(content)
+        return error_of(invoke(*options, "--text", bad, "--out", tmp_path / "x"))
+
+    assert "No such file" in error_of(invoke(*options, "--text", tmp_path / "none.txt", "--out", tmp_path / "x"))
+    assert "expected UTF-8 text, byte 0 is not" in said(b"\xff\xfe\x00")
+    assert "expected UTF-8 text, byte 3 is not" in said("é\n".encode() + bytes(100))
+    assert "the file is empty" in said(b" \n")
+    assert "an instance of 64 tokens to train on and one held out, got 1 characters, with nothing held out" in said(
+        b"a"
+    )
+    again = b"The very same line of text, longer than fifty characters, again and again.\n" * 99
+    assert "7425 characters, with nothing to train on that is not in the held-out tenth as well" in said(again)
+    for out in (bad, bad / "inside"):
+        line = error_of(invoke(*options, "--text", text, "--out", out))
+        assert f"expected a folder that can be written, {bad} is a file" in line
+    assert not (tmp_path / "x").exists()
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet():
+    """Even where an import swallows the exception, as torch does while it loads numpy."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["sparsefinder-train"].partition(":")
+    code = f"""
+import contextlib, os, signal, sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "training.cli":
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupted())
+from {module} import {name}
+{name}()
+"""
+    left = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (left.returncode, left.stdout, left.stderr) == (130, "", "")
 
 
 def test_ctrl_c_is_one_line_and_130(teacher, text, tmp_path, monkeypatch):

@@ -243,6 +243,9 @@ def test_from_finetuning_to_a_calibrated_predictor(
     twin, out = tmp_path / "twin", tmp_path / "run"
     said = invoke("finetune", "--teacher", folder, "--text", text, "--out", twin, *size, "--eval-chunks", 3)
     assert "perplexity" in said
+    assert "read text (0 of 1)" in said  # it takes a minute where the texts are the default ones
+    with pytest.raises(DataError, match=r"folder that can be written, .*text\.txt is a file"):
+        run.finetune_artifact(FinetuneConfig(teacher="not looked for"), text)
     assert not (tmp_path / "twin.state").exists()
     artifact = load(twin)
     assert artifact.card.alpha == 1.5

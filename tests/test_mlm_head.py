@@ -259,6 +259,7 @@ def test_the_command_trains_measures_and_goes_on(tmp_path: Path, monkeypatch: py
         assert result.exit_code == 0, result.output
         card = read_mlm_card(out / "head")
         assert card.head_sha256[:12] in result.output
+        assert "read text (0 of 1)" in result.stderr
     assert len(list(out.glob("draws-*"))) == 1
     assert set(card.training["held_out"]["default held-out"]) == {
         "perplexity", "accuracy", "positions", "unigram_perplexity", "unigram_accuracy",

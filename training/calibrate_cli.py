@@ -13,6 +13,7 @@ from training.config import Measure, Target
 from training.progress_bar import progress
 
 Option = typer.Option
+MISS = 5e-4  # a smaller one does not show in what is printed
 
 
 def calibrate_command(
@@ -43,11 +44,30 @@ def calibrate_command(
         table.add_row(name, *("–" if value is None else f"{value:.4f}" for value in row.values()))
     console = Console()
     console.print(table)
+    if missed := missed_target(target, found.reached):
+        console.print(missed, highlight=False, soft_wrap=True)
     heads = f"{found.every} heads read every key, {found.none} need no prediction, of {found.density.size}"
     console.print(f"{heads}; artifact {card.version} lies in {out or artifact}", highlight=False, soft_wrap=True)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(found.as_dict(), indent=1), encoding="utf-8")
+
+
+def missed_target(target: Target, reached: dict[str, float | None]) -> str:
+    """A line where the figures reached on the half that budgets were chosen on are not the target; else nothing.
+
+    Density is missed where no head has a sparser point than its positional pattern alone; the others where the pairs
+    that a predictor can find at all, or heads without a gold pair, leave no more.
+    """
+    name = "output_error" if target.measure == "output" else target.measure
+    came = reached[name]
+    if came is None:
+        return ""
+    over = came - target.value if target.measure in ("density", "output") else target.value - came
+    if over < MISS:
+        return ""
+    what = "is what window and global tokens compute alone" if target.measure == "density" else "is reached"
+    return f"target not reached: {name.replace('_', ' ')} {target.value:.3f} asked, {came:.3f} {what}"
 
 
 def _target(asked: dict[Measure, float | None]) -> Target:

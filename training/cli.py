@@ -17,7 +17,7 @@ from rich.table import Table
 from sparsefinder.errors import ConfigError, SparsefinderError
 from sparsefinder.faiss_choice import check_faiss_wheels
 from training.audit_cli import audit_command
-from training.calibrate_cli import calibrate_command
+from training.calibrate_cli import calibrate_command, missed_target
 from training.cli_options import (
     EXTRACT,
     FIT,
@@ -94,11 +94,11 @@ def extract(
     seed: Seed = EXTRACT.seed,
 ) -> None:
     """Save q, k and gold edges of every layer and head; started again, it goes on where it stopped."""
-    from training.pipeline import extract_splits, open_teacher
+    from training.pipeline import read_and_extract
 
-    config = _extract_config(**locals())
-    with progress() as on_progress:
-        found = extract_splits(config, open_teacher(config), out, on_progress)
+    config, console = _extract_config(**locals()), Console(stderr=True)
+    with progress(console) as on_progress:
+        found = read_and_extract(config, out, on_progress, _saying(console))
     _say(f"{found['train']} training and {found['heldout']} held-out instances of {config.tokens} tokens lie in {out}")
 
 
@@ -169,9 +169,12 @@ def run(
 
     options = locals()
     config = RunConfig(_extract_config(**options), _fit_config(**options), _target(teacher, recall, sparsity))
-    with progress() as on_progress:
-        card, reports = run_all(config, out, on_progress)
+    console = Console(stderr=True)
+    with progress(console) as on_progress:
+        card, reports = run_all(config, out, on_progress, _saying(console))
     _show(reports)
+    if config.target is not None and (missed := missed_target(config.target, card.calibration["allotted"]["reached"])):
+        _say(missed)
     _say(f"Artifact {card.version} lies in {out / 'artifact'}")
 
 
@@ -230,7 +233,7 @@ app.command("report")(_friendly(report_command))
 
 
 def main() -> None:
-    """The console script."""
+    """The commands, with every module imported; `training.__main__` is the console script."""
     app()
 
 
@@ -302,6 +305,11 @@ def _say_written(card: Any, folder: Path) -> None:
     points = card.calibration.get("points", [])
     densities = ", ".join(f"{point['density']:.3f}" for point in points) or "none, its predictors have no cut to move"
     _say(f"Artifact {card.version} in {folder} holds these figures; working points at densities {densities}")
+
+
+def _saying(console: Console) -> Callable[[str], None]:
+    """What says a line while a bar is shown on this console."""
+    return functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
 
 
 def _say(text: str) -> None:

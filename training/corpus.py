@@ -66,7 +66,7 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
     """The user's files, one text each.
 
     Raises:
-        DataError: a file is missing, cannot be read, is not UTF-8, or holds nothing but white space.
+        DataError: a file is missing, cannot be read, is not UTF-8 or binary, or holds nothing but white space.
     """
     texts = []
     for path in map(Path, paths):
@@ -76,6 +76,8 @@ def read_texts(paths: Sequence[str | Path]) -> list[str]:
             raise DataError(f"{path}: expected UTF-8 text, byte {error.start} is not") from None
         except OSError as error:
             raise DataError(f"{path}: expected a readable text file, got {error.strerror or error}") from None
+        if "\0" in text:  # UTF-8 allows it; it comes from binary files, and from text as UTF-16
+            raise DataError(f"{path}: expected UTF-8 text, byte {len(text[: text.index(chr(0))].encode())} is not")
         if not text.strip():
             raise DataError(f"{path}: expected text, the file is empty")
         texts.append(text)

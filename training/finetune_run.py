@@ -21,6 +21,8 @@ from training.distances import Student
 from training.finetune import CausalQuality, Quality, finetune, measure, measure_causal
 from training.finetune_state import State
 from training.masking import Ids
+from training.pipeline import check_folder
+from training.progress_bar import progress
 
 EVAL_CHUNKS, CAUSAL_EVAL_CHUNKS = 100, 8
 
@@ -43,9 +45,12 @@ def finetune_artifact(
     Raises:
         DataError, ConfigError, ArtifactError, IncompatibleModelError: what cannot be read, or does not fit.
     """
+    check_folder(out)
     start = load(artifact) if artifact else None
     console, original = Console(), load_teacher(config.teacher)
-    train, held_out = prepare_texts(text, eval_text)
+    with progress() as on_progress:
+        on_progress("read text", 0, 1)
+        train, held_out = prepare_texts(text, eval_text)
     sources = [chunk_tokens(original, part, config.tokens) for part in train]
     about = [dataclasses.asdict(config), [text_hash(part) for part in train], start.card.hash if start else None]
     state = State(out.with_name(f"{out.name}.state"), about)
@@ -78,9 +83,10 @@ def prepare_texts(text: Sequence[Path], eval_text: Sequence[Path]) -> tuple[list
 
     No piece of the first shares a span of 50 characters with any of the second.
     """
-    held_out = {"default held-out": default_texts("heldout")} | {path.name: read_texts([path]) for path in eval_text}
+    own = [piece for whole in read_texts(text) for piece in blocks(whole)]  # first: a mistake is said at once
+    asked = {path.name: read_texts([path]) for path in eval_text}
+    held_out = {"default held-out": default_texts("heldout")} | asked
     avoid = [piece for texts in held_out.values() for piece in texts]
-    own = [piece for whole in read_texts(text) for piece in blocks(whole)]
     parts = [drop_shared(pieces, avoid) for pieces in (default_texts("train"), own)]
     return [part for part in parts if part], held_out
 
@@ -101,11 +107,11 @@ def _train(
     state: State,
     until: int | None,
 ) -> tuple[Student, dict[str, Tensor]]:
-    with Progress(console=console, transient=not console.is_terminal) as progress:
-        bar = progress.add_task("finetune", total=config.steps)
+    with Progress(console=console, transient=not console.is_terminal) as bars:
+        bar = bars.add_task("finetune", total=config.steps)
 
         def on_step(step: int, loss: float, density: float) -> None:
-            progress.update(bar, completed=step + 1, description=f"loss {loss:.4f} density {density:.2%}")
+            bars.update(bar, completed=step + 1, description=f"loss {loss:.4f} density {density:.2%}")
             if not console.is_terminal and (step + 1) % 25 == 0:
                 console.print(f"step {step + 1} of {config.steps}: loss {loss:.4f}, density {density:.2%}")
 

@@ -52,6 +52,7 @@ def train_mlm_head(
     began = time.perf_counter(), time.process_time()
     opened = open_teacher(ExtractConfig(teacher=config.teacher, artifact=config.artifact))
     teacher, artifact = opened.teacher, opened.artifact
+    on_progress("read text", 0, 1)
     train, held_out = prepare_texts(text, eval_text)
     pieces = [piece for part in train for piece in part]
     sources = [chunk_tokens(teacher, part, config.tokens) for part in train]

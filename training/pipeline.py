@@ -35,6 +35,7 @@ OF_A_CUT = ("points", "loop", "measured")  # parts of a calibration that another
 CHARACTERS_PER_TOKEN = 8  # more than any text needs: how much default text is read for so many tokens
 
 OnProgress = Callable[[str, int, int], None]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,26 +72,70 @@ def starting_artifact(teacher: str, asked: str | None) -> str:
 
 
 def texts_of(config: ExtractConfig) -> dict[Split, list[str]]:
-    """Training and held-out text: the user's files, or the embedded default."""
+    """Training and held-out text: the user's files, or the embedded default.
+
+    Raises:
+        DataError: a file that cannot be read, or text that leaves nothing to train on or nothing held out.
+    """
     if config.text:
-        train, heldout = split_texts(read_texts(config.text))
+        whole = read_texts(config.text)
+        train, heldout = split_texts(whole)
+        if not train or not heldout:
+            missing = "held out" if train else "to train on that is not in the held-out tenth as well"
+            raise DataError(
+                f"text: expected enough for an instance of {config.tokens} tokens to train on and one held out, "
+                f"got {sum(map(len, whole))} characters, with nothing {missing}"
+            )
         return {"train": train, "heldout": heldout}
     need = max(config.instances, config.heldout_instances) * config.tokens * CHARACTERS_PER_TOKEN
     return {"train": default_texts("train", min(max(need // 20, 20_000), 200_000)), "heldout": default_texts("heldout")}
 
 
-def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progress: OnProgress) -> dict[Split, int]:
-    """Shards of both splits in `folder/train` and `folder/heldout`; returns the instances of each.
+def read_and_extract(config: ExtractConfig, folder: Path, on_progress: OnProgress, say: Say) -> dict[Split, int]:
+    """`extract_splits`, after the folder, the text and the teacher, in the order in which they are quick to check.
 
     Raises:
-        DataError: too little text for one training and one held-out instance, or a folder that cannot be written.
+        DataError, ConfigError, ArtifactError, IncompatibleModelError: as `texts_of`, `open_teacher`, `extract_splits`.
+    """
+    check_folder(folder)
+    on_progress("read text", 0, 1)
+    texts = texts_of(config)
+    on_progress("open teacher", 0, 1)
+    return extract_splits(config, texts, open_teacher(config), folder, on_progress, say)
+
+
+def check_folder(out: Path) -> None:
+    """DataError where a file stands in the place of a folder to be written: said before the work, not after it."""
+    try:
+        files = [path for path in (out, *out.parents) if path.exists() and not path.is_dir()]
+    except OSError as error:
+        raise DataError(f"{out}: expected a folder that can be written, got {error.strerror or error}") from None
+    if files:
+        raise DataError(f"{out}: expected a folder that can be written, {files[0]} is a file")
+
+
+def extract_splits(
+    config: ExtractConfig,
+    texts: dict[Split, list[str]],
+    opened: Opened,
+    folder: Path,
+    on_progress: OnProgress,
+    say: Say = lambda line: None,
+) -> dict[Split, int]:
+    """Shards of both splits in `folder/train` and `folder/heldout`; returns the instances of each.
+
+    say: is told of a split that gets fewer instances than were asked for, before any is extracted.
+
+    Raises:
+        DataError: text without a token, or a folder that cannot be written.
         ConfigError: the folder holds shards of another configuration.
     """
-    texts, found = texts_of(config), {}
+    parts, found = {}, {}
     for split, wanted in zip(SPLITS, (config.instances, config.heldout_instances), strict=True):
-        if not texts[split]:
-            raise DataError(f"text: expected enough for training and held-out instances, nothing is left for {split}")
-        chunks = spread(chunk_tokens(opened.teacher, texts[split], config.tokens), wanted, config.seed)
+        parts[split] = spread(chunk_tokens(opened.teacher, texts[split], config.tokens), wanted, config.seed)
+        if too_few := _too_few(config, split, parts[split], wanted):
+            say(too_few)
+    for split, chunks in parts.items():
         about = {
             "text_sha256": text_hash(texts[split]),
             "seed": config.seed,
@@ -105,6 +150,16 @@ def extract_splits(config: ExtractConfig, opened: Opened, folder: Path, on_progr
         extract(opened.teacher, opened.attached, chunks, folder / split, manifest, step)
         found[split] = len(chunks)
     return found
+
+
+def _too_few(config: ExtractConfig, split: Split, chunks: list[list[int]], wanted: int) -> str:
+    """A line on what the text is too short for; none where there is as much as was asked for."""
+    longest = max(map(len, chunks))
+    if len(chunks) == wanted and longest == config.tokens:
+        return ""
+    tokens = f"{config.tokens} tokens" if longest == config.tokens else f"{longest} tokens, not {config.tokens}"
+    share = " (a tenth of it is held out)" if config.text and split == "heldout" else ""
+    return f"{split}: {len(chunks)} of {wanted} instances of {tokens}, the text has no more{share}"
 
 
 def fit_artifact(
@@ -200,11 +255,12 @@ def check_shards(artifact: Artifact, shards: Path) -> dict[str, Any]:
     return manifest
 
 
-def run(config: RunConfig, out: Path, on_progress: OnProgress) -> tuple[Card, dict[SetName, Report]]:
+def run(config: RunConfig, out: Path, on_progress: OnProgress, say: Say) -> tuple[Card, dict[SetName, Report]]:
     """Extract to `out/shards`, fit, calibrate where there is a target, evaluate, find the working points, and write to
-    `out/artifact`, once and at the end: what lies there is never half of this."""
+    `out/artifact`, once and at the end: what lies there is never half of this. say: as in `extract_splits`."""
     shards, draft = out / "shards", out / ".draft"
-    extract_splits(config.extract, open_teacher(config.extract), shards, on_progress)
+    check_folder(out / "artifact")
+    read_and_extract(config.extract, shards, on_progress, say)
     shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
     parts = (config.fit, config.extract, shards, draft, on_progress)
     reports = fit_artifact(*parts, target=config.target, keep=out / "fit")[1]

@@ -8,9 +8,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Gives `on_progress(what, done, total)`, which writes to stderr."""
-    console = Console(stderr=True)
+def progress(console: Console | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """Gives `on_progress(what, done, total)`, which writes to stderr.
+
+    console: the one on stderr that other lines are printed with meanwhile, so that they stand above the bar.
+    """
+    console = console or Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     said: set[str] = set()  # tasks that run side by side report in turn
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

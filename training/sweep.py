@@ -15,10 +15,10 @@ import torch
 from sparsefinder.artifact import load
 from sparsefinder.errors import ConfigError
 from training.config import ExtractConfig, SweepConfig, as_dict
-from training.corpus import chunk_tokens, default_texts, read_texts, split_texts
+from training.corpus import chunk_tokens
 from training.extract import read_manifest
 from training.memory import keep_freed_memory
-from training.pipeline import Opened, extract_splits, open_teacher, spread
+from training.pipeline import Opened, extract_splits, open_teacher, spread, texts_of
 from training.sweep_families import FAMILIES, all_families
 from training.sweep_files import SWEEP, claim, read_json, write_json
 from training.sweep_fronts import thinned
@@ -86,12 +86,15 @@ def open_sweep(config: SweepConfig, source: ExtractConfig, out: Path, on_progres
     """The teacher, the maps and the graphs of a sweep's folder; what is missing there is extracted."""
     artifact = load(source.artifact)
     claim(out, {"sweep": as_dict(config), "source": as_dict(source), "artifact": artifact.card.hash})
-    opened = open_teacher(source)
     shards, known = out / "shards", out / "chunks.json"
+    texts = None
     if not known.is_file():  # else everything is extracted, and reading the text again takes longer than a report
-        extract_splits(source, opened, shards, on_progress)
-        texts = split_texts(read_texts(source.text))[1] if source.text else default_texts("heldout")
-        chunks = chunk_tokens(opened.teacher, texts, source.tokens)
+        on_progress("read text", 0, 1)
+        texts = texts_of(source)
+    opened = open_teacher(source)
+    if texts is not None:
+        extract_splits(source, texts, opened, shards, on_progress)
+        chunks = chunk_tokens(opened.teacher, texts["heldout"], source.tokens)
         write_json(known, spread(chunks, source.heldout_instances, source.seed))
 
     return Measured(opened, Setup(artifact, config, training_layers(shards)), shards, read_json(known))
