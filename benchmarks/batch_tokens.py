@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "texts": f"{len(ids)}, {tokens} tokens",
         "rounds": options.rounds,
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": versions("torch", "transformers", "numba"),
     }
     loader = ModelLoader("minilm", "cpu", "default")
     model = loader.build(loader.read(default_artifact()))
