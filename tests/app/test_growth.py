@@ -18,6 +18,7 @@ from numba.core.registry import CPUDispatcher
 from tiny_bert import WORDS, make_artifact, make_teacher
 from transformers import BertModel
 
+from app import cli
 from app.model import ModelLoader
 from app.schemas import MODES
 from app.settings import Settings, load_settings
@@ -121,6 +122,17 @@ print(agreed)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "True"
     assert done.stderr.count("Arena ") == 1, done.stderr
+
+
+def test_the_service_sets_both_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+    """A real process would have to run for minutes to show it (`make soak`)."""
+    done: list[str] = []
+    for name in ("forget_old_shapes", "share_one_heap", "configure_logging", "_on_stop"):
+        monkeypatch.setattr(cli, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setitem(sys.modules, "app.main", None)  # where torch would be imported
+    with pytest.raises(ImportError):
+        cli.run(settings)
+    assert {"forget_old_shapes", "share_one_heap"} <= set(done)
 
 
 def test_shapes_that_were_seen_leave_nothing_behind() -> None:
