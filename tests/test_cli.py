@@ -202,6 +202,7 @@ def test_ctrl_c_while_modules_are_imported_is_quiet():
     module, _, name = scripts["sparsefinder-train"].partition(":")
     code = f"""
 import contextlib, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would hand on that it is ignored
 class Interrupted:
     def find_spec(self, name, *_):
         if name == "training.cli":

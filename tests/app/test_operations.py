@@ -31,6 +31,7 @@ OTHER = {
     "cors_origins": "https://a.example, http://b.example:81",
     "otlp_endpoint": "http://127.0.0.1:9/v1/traces",
     "log_level": "debug",
+    "artifacts_root": "/",  # must exist
 }
 
 
