@@ -120,7 +120,7 @@ def _on_stop(handler: Callable[[int, FrameType | None], Any]) -> None:
 
 
 def _leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """While modules are imported: an exception would come out of one of them, as another one or not at all."""
+    """Before anything serves: an exception would come out of an imported module, as another one or not at all."""
     os._exit(0)
 
 
