@@ -15,11 +15,12 @@ import uvicorn
 from rich.console import Console
 from rich.markup import escape
 
-from app.memory import forget_old_shapes, share_one_heap
+from app.memory import KEPT, forget_old_shapes
 from app.settings import Settings, load_settings
 from app.telemetry import configure_logging, log
 from sparsefinder.errors import SparsefinderError
 from sparsefinder.faiss_choice import check_faiss_wheels
+from sparsefinder.heap import share_one_heap
 
 FAILED, USAGE_ERROR = 1, 2
 
@@ -75,7 +76,7 @@ def run(settings: Settings) -> int:
     _on_stop(_leave_at_once)
     check_faiss_wheels()
     forget_old_shapes()
-    share_one_heap()
+    share_one_heap(KEPT)
     configure_logging(settings.log_level)
     from app.main import create_app  # here, so that --help need not wait for torch
 

@@ -22,10 +22,10 @@ from app.batching import Item, Queue, Ticket, deliver, finite
 from app.errors import ApiError, non_finite
 from app.inputs import prepare
 from app.layers import ran_layer
-from app.memory import return_freed_memory
 from app.schemas import Mode
 from app.servable import Answer, Asked, Description, Lane, Loader, Servable
 from sparsefinder.errors import SparsefinderError
+from sparsefinder.heap import return_freed_memory
 
 Result = TypeVar("Result")
 

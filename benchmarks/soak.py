@@ -159,15 +159,15 @@ def _watch(pid: int, state: _Running) -> None:
     due, least = time.perf_counter() + 1.0, math.inf
     while not state.ended.wait(LOOK_SECONDS):
         try:
-            mib, threads = resident_mib(pid), thread_count(pid)
+            mib = resident_mib(pid)
+            if not mib:
+                return  # nothing is left of one that has ended and is not waited for yet
+            least, now = min(least, mib), time.perf_counter()
+            if now >= due:
+                state.samples.append(Sample(now, mib, thread_count(pid), least))
+                due, least = now + 1.0, math.inf
         except OSError:
             return  # it has ended
-        if not mib:
-            return  # nothing is left of one that has ended and is not waited for yet
-        least, now = min(least, mib), time.perf_counter()
-        if now >= due:
-            state.samples.append(Sample(now, mib, threads, least))
-            due, least = now + 1.0, math.inf
 
 
 def _reload_until(end: float, server: Server, root: Path, state: _Running, options: argparse.Namespace) -> None:

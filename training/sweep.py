@@ -14,10 +14,10 @@ import torch
 
 from sparsefinder.artifact import load
 from sparsefinder.errors import ConfigError
+from sparsefinder.heap import share_one_heap
 from training.config import ExtractConfig, SweepConfig, as_dict
 from training.corpus import chunk_tokens
 from training.extract import read_manifest
-from training.memory import keep_freed_memory
 from training.pipeline import Opened, extract_splits, open_teacher, spread, texts_of
 from training.sweep_families import FAMILIES, all_families
 from training.sweep_files import SWEEP, claim, read_json, write_json
@@ -60,7 +60,7 @@ def run_sweep(
         DataError: too little text, a causal teacher, a folder that cannot be written.
         ArtifactError, IncompatibleModelError: an artifact that cannot be used.
     """
-    keep_freed_memory()
+    share_one_heap()
     unknown = sorted(set(only) - set(FAMILIES))
     if unknown:
         raise ConfigError(f"only: expected rows among {', '.join(FAMILIES)}, got {', '.join(unknown)}")

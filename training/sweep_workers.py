@@ -16,9 +16,9 @@ import torch
 
 from sparsefinder.artifact import load
 from sparsefinder.errors import DataError
+from sparsefinder.heap import share_one_heap
 from training.config import ExtractConfig, SweepConfig
 from training.extract import LayerData, read_layer, read_manifest
-from training.memory import keep_freed_memory
 from training.sweep_families import all_families
 from training.sweep_files import write_json
 from training.sweep_measure import measure_family
@@ -91,7 +91,7 @@ def _start(config: SweepConfig, source: ExtractConfig, out: Path, rows: tuple[st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     torch.set_num_threads(1)
     numba.set_num_threads(1)  # waiting for a second thread took a quarter of the time
-    keep_freed_memory()
+    share_one_heap()
     works = read_works(out / "shards")
     setup = Setup(load(source.artifact), config, training_layers(out / "shards"))
     _JOB.append(_Job(all_families(setup, rows), works, windows_of(config, works), out))

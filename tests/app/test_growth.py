@@ -111,8 +111,9 @@ def test_glibc_agrees_to_one_heap() -> None:
     """In a process of its own, for it cannot be taken back."""
     code = """
 import ctypes, threading
-from app.memory import share_one_heap
-agreed, held = share_one_heap(), []
+from app.memory import KEPT
+from sparsefinder.heap import share_one_heap
+agreed, held = share_one_heap(KEPT), []
 threads = [threading.Thread(target=lambda: held.append(bytearray(10_000))) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

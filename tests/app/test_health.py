@@ -187,13 +187,16 @@ main()
 """
 
 
-def start(artifact: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
-    """The real command line with the fake model, in a process of its own; its address comes from the log."""
+def fake_server(artifact: Path, *flags: str, **options: Any) -> "subprocess.Popen[str]":
+    """The real command line with the fake model, in a process of its own. options: of Popen."""
     code = FAKE_SERVER.format(tests=str(REPOSITORY / "tests"))
-    command = [sys.executable, "-c", code, "--artifact", str(artifact), "--port", "0", *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, env=os.environ | {"WEB_CONCURRENCY": "4"}
-    )
+    command = [sys.executable, "-c", code, "--artifact", str(artifact), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, **options)
+
+
+def start(artifact: Path, *flags: str) -> tuple["subprocess.Popen[str]", str]:
+    """The same, listening; its address comes from the log."""
+    process = fake_server(artifact, "--port", "0", *flags, env=os.environ | {"WEB_CONCURRENCY": "4"})
     assert process.stdout is not None
     for line in process.stdout:
         event = json.loads(line)
@@ -220,15 +223,8 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(tmp_path: Path) -> None:
         process.kill()
 
 
-def fake_server(artifact: Path, *flags: str) -> "subprocess.Popen[str]":
-    """The same, before anything was read of what it says."""
-    code = FAKE_SERVER.format(tests=str(REPOSITORY / "tests"))
-    command = [sys.executable, "-c", code, "--artifact", str(artifact), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
-
-
 def test_a_stop_before_anything_serves_is_quiet(tmp_path: Path) -> None:
-    process = fake_server(make_settings(tmp_path).artifact_path(), "--port", "0")
+    process = fake_server(make_settings(tmp_path).artifact_path(), "--port", "0", stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["event"] == "starting"
     process.send_signal(signal.SIGINT)
@@ -239,7 +235,7 @@ def test_a_stop_before_anything_serves_is_quiet(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        process = fake_server(make_settings(tmp_path).artifact_path(), "--port", str(port))
+        process = fake_server(make_settings(tmp_path).artifact_path(), "--port", str(port), stderr=subprocess.PIPE)
         said, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.startswith(f"error: host, port: cannot listen on 127.0.0.1:{port}")
@@ -259,8 +255,7 @@ def test_a_balancer_that_asks_too_early_is_no_error_in_the_log(caplog: pytest.Lo
 def test_a_broken_first_artifact_ends_the_process_with_2(tmp_path: Path) -> None:
     make_settings(tmp_path)
     (tmp_path / "empty").mkdir()
-    code = FAKE_SERVER.format(tests=str(REPOSITORY / "tests"))
-    command = [sys.executable, "-c", code, "--artifact", str(tmp_path / "empty"), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
-    assert done.returncode == 2
-    assert "expected fake.json" in done.stderr
+    process = fake_server(tmp_path / "empty", "--port", "0", stderr=subprocess.PIPE)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "expected fake.json" in errors
